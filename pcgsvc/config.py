@@ -1,0 +1,533 @@
+"""What can be set: plain dataclasses with meaning, unit, default and limit of every setting.
+
+In: nested plain dicts (from Hydra, from YAML, from a caller). Out: one validated `Config`.
+Knows nothing of Hydra or OmegaConf, and imports no torch: `resolve` gets the device as a word.
+
+Each default stands once, here; the YAML files under `conf/` only pick values. `None` means "chosen
+by pcgsvc", and `resolve` replaces every such None by the value that is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, Union
+
+from pcgsvc.errors import ConfigError, near
+
+T = TypeVar("T")
+
+
+class Mode(enum.Enum):
+    """Which CUDA graphs serve which batches; the last two are (uniform decode, everything else)."""
+
+    NONE = "none"
+    PIECEWISE = "piecewise"
+    FULL = "full"
+    FULL_DECODE_ONLY = "full_decode_only"
+    FULL_AND_PIECEWISE = "full_and_piecewise"
+
+
+class Strategy(enum.Enum):
+    """Where the graph is cut: before the compiler, after fusion, or while capturing."""
+
+    FX = "fx"
+    INDUCTOR = "inductor"
+    BREAKABLE = "breakable"
+
+
+class Compiler(enum.Enum):
+    """What makes a region's kernels."""
+
+    EAGER = "eager"
+    INDUCTOR = "inductor"
+
+
+class Graphs(enum.Enum):
+    """What a captured segment is: a CUDA graph, a recording on the CPU, or nothing."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    RECORDED = "recorded"
+    OFF = "off"
+
+
+class OnUncovered(enum.Enum):
+    """What happens to a call that no captured graph serves."""
+
+    RUN = "run"
+    ERROR = "error"
+
+
+class Outputs(enum.Enum):
+    """Whose memory a call's results lie in."""
+
+    CLONE = "clone"
+    VIEW = "view"
+
+
+class CacheMode(enum.Enum):
+    """What the disk cache may do."""
+
+    READWRITE = "readwrite"
+    READ = "read"
+    OFF = "off"
+    REFRESH = "refresh"
+
+
+class ErrorMode(enum.Enum):
+    """torch.cuda's capture error modes: whose CUDA calls may invalidate a running capture."""
+
+    GLOBAL = "global"
+    THREAD_LOCAL = "thread_local"
+    RELAXED = "relaxed"
+
+
+class Policy(enum.Enum):
+    """When graphs are captured: all of them before the runner is handed out."""
+
+    EAGER = "eager"
+
+
+class Job(enum.Enum):
+    """What `python -m pcgsvc` does."""
+
+    RUN = "run"
+    COMPILE = "compile"
+    PLAN = "plan"
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """Which model is built. A None among the dimensions means "the preset's"."""
+
+    name: str = "llama"
+    """Model family; one of the files under `conf/model/`."""
+    preset: str = "tiny"
+    """Named set of dimensions of the family (llama: tiny, 160m, 1b, 8b)."""
+    weights: str | None = None
+    """Path of a `.gguf` or `.safetensors` checkpoint; None: random weights from `seed`."""
+    vocab_size: int | None = None
+    """Rows of the embedding."""
+    hidden_size: int | None = None
+    """Width of the residual stream, in features."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layer, in features."""
+    num_layers: int | None = None
+    """Transformer blocks, and so attention boundaries."""
+    num_heads: int | None = None
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads; divides `num_heads`."""
+    head_dim: int | None = None
+    """Features per head; None: hidden_size / num_heads."""
+    max_position: int | None = None
+    """Longest sequence that the rotary table covers, in tokens."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies."""
+    norm_eps: float | None = None
+    """Epsilon of the RMS norms."""
+    tie_embeddings: bool | None = None
+    """Whether the head shares the embedding's weight."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AttentionConfig:
+    """Which attention backend runs in the boundaries, and its paged KV cache."""
+
+    name: str = "paged"
+    """Backend: `paged` (device metadata only, support ALWAYS) or `varlen` (host lengths, NEVER)."""
+    block_size: int = 16
+    """Tokens per KV-cache block; at least 1."""
+    max_model_len: int | None = None
+    """Longest sequence a request may reach, in tokens; None: 256 on the CPU, 2048 on CUDA, and
+    never more than the model's own limit."""
+    max_num_reqs: int | None = None
+    """Most requests in one captured batch; None: the largest capture size."""
+    num_blocks: int | None = None
+    """Blocks in the KV cache, the null block and scratch blocks included; None: as many as
+    `max_num_reqs` requests of `max_model_len` tokens need, within `max_cache_bytes`."""
+    max_cache_bytes: int = 2 << 30
+    """Ceiling of the KV cache when `num_blocks` is None, in bytes."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PartitionConfig:
+    """Where the traced graph is cut."""
+
+    strategy: Strategy = Strategy.FX
+    """`fx` (before the compiler), `inductor` (after fusion) or `breakable` (while capturing)."""
+    splitting_ops: list[str] | None = None
+    """Op names (`ns::op`) that become boundaries; None: every registered splitting op."""
+    extra_splitting_ops: list[str] = field(default_factory=list)
+    """Op names that become boundaries as well as `splitting_ops`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CompilerConfig:
+    """What makes the regions' kernels."""
+
+    name: Compiler | None = None
+    """`eager` or `inductor`; None: eager on the CPU, inductor on CUDA."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Inductor options by name (`inductor` only), passed through as they are."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CaptureConfig:
+    """Which graphs are captured before the runner takes traffic."""
+
+    sizes: list[int] | None = None
+    """Capture sizes in tokens: a list, `"1,2,4"`, or `"1:64:8"` (1, then every multiple of 8 up to
+    64); None: a schedule that ends in `max_size`. Positive, without repetition."""
+    max_size: int | None = None
+    """Largest capture size in tokens; None: 64 on the CPU, 512 on CUDA. Larger sizes are dropped
+    with a warning."""
+    uniform_query_len: int = 1
+    """Tokens per request in a uniform batch (above 1: speculative decoding); at least 1."""
+    graphs: Graphs = Graphs.AUTO
+    """`cuda`, `recorded` (the CPU's stand-in, never faster), `off`, or `auto` by device."""
+    error_mode: ErrorMode = ErrorMode.THREAD_LOCAL
+    """torch.cuda's capture error mode."""
+    memory_budget: int | None = None
+    """Most device memory that captured graphs may take, in bytes (also `"256MiB"`); None: no
+    limit. Sizes that would pass it are skipped with their reason."""
+    policy: Policy = Policy.EAGER
+    """When graphs are captured: `eager` captures all before the runner is handed out."""
+    warmup_calls: int = 2
+    """Plain calls of the program per size before it is captured; at least 1."""
+    self_check: bool = True
+    """Replay every captured entry once against plain execution while building."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CacheConfig:
+    """The disk cache of compiled artifacts. CUDA graphs are never written to it."""
+
+    mode: CacheMode = CacheMode.READWRITE
+    """`readwrite`, `read` (hits are served, misses are not stored), `off`, `refresh`."""
+    dir: str | None = None
+    """Root directory; None: PCGSVC_CACHE_DIR, the checkout's `cache/`, or the user's cache."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DebugConfig:
+    """Looking inside. None of these changes what a correct program computes."""
+
+    dump_dir: str | None = None
+    """Folder that gets each piece's FX source and Inductor source; None: nothing is dumped."""
+    check_addresses: bool = False
+    """Compare every parameter's and static tensor's address before every replay."""
+    poison: bool = False
+    """Recorded graphs only: before a replay, fill the memory of all other entries with NaN, as
+    sharing one graph pool may."""
+    profile_ranges: bool = False
+    """Wrap every replay step in a profiler range that carries its piece's name."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BenchConfig:
+    """How `job=run` times what it built."""
+
+    enabled: bool = True
+    """Whether `job=run` times the captured entries."""
+    repeats: int = 20
+    """Timed calls per entry; the median is reported. At least 1."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """All settings of one job."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    mode: Mode = Mode.FULL_AND_PIECEWISE
+    """Which graphs serve which batches."""
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    compiler: CompilerConfig = field(default_factory=CompilerConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    on_uncovered: OnUncovered = OnUncovered.RUN
+    """A call that no graph serves: `run` it uncaptured and count it, or raise an `error`."""
+    outputs: Outputs = Outputs.CLONE
+    """`clone`: results are the caller's own; `view`: they alias graph memory and the next call of
+    the runner overwrites them."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    dtype: str | None = None
+    """Torch dtype name of the model; None: float32 on the CPU, bfloat16 on CUDA."""
+    seed: int = 0
+    """Seed of random weights and of verification inputs; at least 0."""
+    strict: bool = False
+    """Anything asked for that is not being done is an error, not a warning."""
+    job: Job = Job.RUN
+    """`run`, `compile` or `plan`."""
+    prompt: str | None = None
+    """Text that a model with a tokenizer continues after `job=run` has verified it."""
+    max_new_tokens: int = 48
+    """Most tokens generated for `prompt`; at least 1."""
+    report: str | None = None
+    """Path of the JSON report; None: `report.json` in the run's output directory."""
+
+
+# ---- plain dict -> dataclass ---------------------------------------------------------------------
+
+_BYTES = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def from_dict(tree: Mapping[str, Any]) -> Config:
+    """Build a `Config` from nested plain dicts; what is left out keeps its default.
+
+    Raises:
+        ConfigError: an unknown name, a value of the wrong kind, or a choice that does not exist;
+            the message names the setting by its dotted path. Ranges are `validate`'s business.
+    """
+    return _dataclass(Config, tree, "")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return nested plain dicts of JSON types (enum members by their word)."""
+    out: dict[str, Any] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            out[f.name] = to_dict(value)
+        elif isinstance(value, enum.Enum):
+            out[f.name] = value.value
+        else:
+            out[f.name] = value
+    return out
+
+
+def _dataclass(cls: type[T], tree: Any, path: str) -> T:
+    if is_dataclass(tree):
+        tree = to_dict(tree)
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path}: got {tree!r}, a group of settings is needed here.")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    for name in tree:
+        if name not in names:
+            dotted = f"{path}.{name}".lstrip(".")
+            raise ConfigError(
+                f"{dotted}: there is no such setting{near(str(name), names)} "
+                f"Settings {'of ' + path if path else 'at the top'}: {', '.join(names)}."
+            )
+    values = {
+        name: _value(hints[name], value, f"{path}.{name}".lstrip(".")) for name, value in tree.items()
+    }
+    return cls(**values)
+
+
+def _value(hint: Any, value: Any, path: str) -> Any:
+    """Convert one value to the annotated type, or say what is wrong with it."""
+    if hint is Any:
+        return value
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = [a for a in typing.get_args(hint) if a is not type(None)]
+    if path == "capture.sizes":
+        return _sizes(value, path)
+    if path.endswith(("memory_budget", "_bytes")) and isinstance(value, str):
+        return _bytes(value, path)
+    if is_dataclass(hint):
+        return _dataclass(typing.cast(Any, hint), value, path)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _choice(hint, value, path)
+    if typing.get_origin(hint) is list:
+        (item,) = typing.get_args(hint)
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{path}: got {value!r}, a list is needed, such as '[a,b]'.")
+        return [_value(item, v, f"{path}[{i}]") for i, v in enumerate(value)]
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path}: got {value!r}, a mapping is needed, such as '{{a: 1}}'.")
+        return dict(value)
+    return _scalar(hint, value, path)
+
+
+def _choice(hint: type[enum.Enum], value: Any, path: str) -> enum.Enum:
+    if isinstance(value, hint):
+        return value
+    words = [m.value for m in hint]
+    if value is False and "off" in words:  # YAML 1.1 reads an unquoted `off` as false
+        value = "off"
+    if value not in words:
+        raise ConfigError(
+            f"{path}: got {value!r}{near(str(value), words)} Choices: {', '.join(words)}."
+        )
+    return hint(value)
+
+
+def _scalar(hint: type, value: Any, path: str) -> Any:
+    if hint is float and type(value) is int:
+        value = float(value)
+    if hint is str and isinstance(value, Path):
+        value = str(value)
+    if type(value) is not hint:
+        kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+        raise ConfigError(f"{path}: got {value!r}, {kind} is needed.")
+    if hint is float and not math.isfinite(value):
+        raise ConfigError(f"{path}: got {value!r}, a finite number is needed.")
+    return value
+
+
+def _bytes(value: str, path: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    unit = (match.group(2) or "B").lower() if match else ""
+    if not match or unit not in _BYTES:
+        raise ConfigError(f"{path}: got {value!r}, bytes are needed, such as 268435456 or '256MiB'.")
+    return int(float(match.group(1)) * _BYTES[unit])
+
+
+def _sizes(value: Any, path: str) -> list[int]:
+    """Read a list, `"1,2,4"` or `"1:64:8"`."""
+    help_ = "a list such as '[1,2,4]', or the string '\"1:64:8\"' (quoted: YAML reads 1:64:8 as a time)"
+    if isinstance(value, str):
+        text = value.strip()
+        if re.fullmatch(r"\d+:\d+:\d+", text):
+            start, stop, step = (int(p) for p in text.split(":"))
+            if not 1 <= start <= stop or step < 1:
+                raise ConfigError(f"{path}: got {value!r}; start:stop:step needs 1 <= start <= stop and step >= 1.")
+            return sorted({start, *range(step, stop + 1, step), stop} - set(range(start)))
+        if re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
+            return [int(p) for p in text.split(",")]
+        raise ConfigError(f"{path}: got {value!r}, {help_} is needed.")
+    if not isinstance(value, (list, tuple)) or any(type(v) is not int for v in value):
+        raise ConfigError(f"{path}: got {value!r}, {help_} is needed.")
+    return list(value)
+
+
+# ---- defaults and limits -------------------------------------------------------------------------
+
+
+def schedule(max_size: int) -> list[int]:
+    """Return the default capture sizes up to `max_size` tokens, which is always one of them.
+
+    Powers of two and one and a half times those: at most a third of a replay is padding above 8.
+    """
+    sizes = {1, 2, 4, 8, max_size}
+    power = 16
+    while power <= max_size:
+        sizes |= {power, power + power // 2}
+        power *= 2
+    return sorted(s for s in sizes if s <= max_size)
+
+
+def resolve(config: Config, *, device_type: str) -> Config:
+    """Return a copy in which every device-dependent None has become the value that is used.
+
+    Args:
+        config: as composed.
+        device_type: `cpu` or `cuda`.
+    """
+    cuda = device_type == "cuda"
+    out = copy(config)
+    if out.compiler.name is None:
+        out.compiler.name = Compiler.INDUCTOR if cuda else Compiler.EAGER
+    if out.dtype is None:
+        out.dtype = "bfloat16" if cuda else "float32"
+    if out.capture.max_size is None:
+        out.capture.max_size = 512 if cuda else 64
+        if out.capture.sizes:
+            out.capture.max_size = max([out.capture.max_size, *out.capture.sizes])
+    if out.capture.sizes is None:
+        out.capture.sizes = schedule(out.capture.max_size)
+    if out.capture.graphs is Graphs.AUTO:
+        out.capture.graphs = Graphs.CUDA if cuda else Graphs.RECORDED
+    if out.attention.max_model_len is None:
+        out.attention.max_model_len = 2048 if cuda else 256
+    return out
+
+
+def copy(config: Config) -> Config:
+    """Return a deep copy, so that a resolved config never shares lists with its source."""
+    return from_dict(to_dict(config))
+
+
+def validate(config: Config, *, device_type: str) -> None:
+    """Check every range and every combination that can be judged without building anything.
+
+    Args:
+        config: a resolved config.
+        device_type: `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: naming the setting, what was got and what to do.
+    """
+    _validate_sizes(config.capture)
+    for path, value, least in (
+        ("attention.block_size", config.attention.block_size, 1),
+        ("attention.max_model_len", config.attention.max_model_len, 1),
+        ("attention.max_num_reqs", config.attention.max_num_reqs, 1),
+        ("attention.num_blocks", config.attention.num_blocks, 2),
+        ("attention.max_cache_bytes", config.attention.max_cache_bytes, 1),
+        ("capture.uniform_query_len", config.capture.uniform_query_len, 1),
+        ("capture.memory_budget", config.capture.memory_budget, 1),
+        ("capture.warmup_calls", config.capture.warmup_calls, 1),
+        ("bench.repeats", config.bench.repeats, 1),
+        ("max_new_tokens", config.max_new_tokens, 1),
+        ("seed", config.seed, 0),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"{path}: got {value}, at least {least} is needed.")
+    _validate_combinations(config, device_type)
+
+
+def _validate_sizes(capture: CaptureConfig) -> None:
+    sizes = capture.sizes or []
+    if not sizes:
+        raise ConfigError("capture.sizes: got [], at least one size is needed; or set mode=none.")
+    bad = [s for s in sizes if s < 1]
+    if bad:
+        raise ConfigError(f"capture.sizes: got {bad} among {sizes}; sizes are token counts, at least 1.")
+    twice = sorted({s for s in sizes if sizes.count(s) > 1})
+    if twice:
+        raise ConfigError(f"capture.sizes: {twice} stand twice in {sizes}; name each size once.")
+    if capture.max_size is not None and capture.max_size < 1:
+        raise ConfigError(f"capture.max_size: got {capture.max_size}, at least 1 is needed.")
+    if min(sizes) > (capture.max_size or 0):
+        raise ConfigError(
+            f"capture.max_size: got {capture.max_size}, which is below every capture size {sizes}; "
+            "raise it, or name smaller sizes."
+        )
+
+
+def _validate_combinations(config: Config, device_type: str) -> None:
+    if config.capture.graphs is Graphs.CUDA and device_type != "cuda":
+        raise ConfigError(
+            f"capture.graphs: got 'cuda' with device={config.device!r}, which is no GPU; "
+            "use capture.graphs=recorded or auto, or device=cuda."
+        )
+    if config.capture.graphs is Graphs.RECORDED and device_type == "cuda":
+        raise ConfigError(
+            "capture.graphs: got 'recorded' with a CUDA device; recordings are the CPU's stand-in. "
+            "Use capture.graphs=cuda, auto or off."
+        )
+    if config.partition.strategy is not Strategy.FX:
+        raise ConfigError(
+            f"partition.strategy: got {config.partition.strategy.value!r}; this version has: fx."
+        )
+    if config.compiler.options and config.compiler.name is not Compiler.INDUCTOR:
+        raise ConfigError(
+            "compiler.options: set, but compiler=eager reads none of them; use compiler=inductor."
+        )
+    if config.debug.poison and config.capture.graphs is not Graphs.RECORDED:
+        raise ConfigError(
+            f"debug.poison: needs capture.graphs=recorded, got {config.capture.graphs.value!r}."
+        )
+
+
+def replace(config: Config, **changes: Any) -> Config:
+    """Return a copy with top-level fields replaced."""
+    return dataclasses.replace(copy(config), **changes)

@@ -1,0 +1,115 @@
+"""`pcgsvc::attention`, the splitting op of the language models, and the backends behind it.
+
+In: q, k, v of one layer and the forward context. Out: attention written into the output buffer.
+Knows nothing of models, tracing or graphs.
+
+Shapes: T = rows of the step with padding, H = query heads, K = KV heads, D = head dim,
+N = blocks in the cache, S = tokens per block.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+import torch
+
+from pcgsvc.errors import ConfigError, near
+from pcgsvc.ops.context import ForwardContext, current_context
+from pcgsvc.ops.registry import register_splitting_op
+from pcgsvc.ops.support import Support
+
+NULL_BLOCK = 0
+"""Block that padding rows write to: never part of a request, always zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What a model's attention layers need; the same for all its layers."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on q·k."""
+    max_position: int
+    """Longest sequence that the model's positions cover, in tokens."""
+
+
+class AttentionBackend(abc.ABC):
+    """One way to compute paged attention; owns the KV cache. Not safe across threads by itself.
+
+    The cache of a layer is [2, N, S, K, D] (keys, values), zero at the start. Block 0 is the null
+    block. A backend writes state for true rows only, and leaves the output's padding rows zero.
+    """
+
+    cudagraph_support: Support
+    """How far `forward` may go into a CUDA graph."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self.kv_cache = [
+            torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)
+        ]
+        """Per layer [2, N, S, K, D]."""
+
+    def plan(self, context: ForwardContext) -> None:  # noqa: B027 - optional hook
+        """Prepare one step on the host; called once per step, outside all segments."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+    ) -> None:
+        """Write k and v to the cache, then attention of q [T, H, D] into `output` [T, H, D]."""
+
+
+def backends() -> dict[str, type[AttentionBackend]]:
+    """Return the attention backends by the name that `attention=` takes."""
+    from pcgsvc.ops.paged import PagedAttention
+    from pcgsvc.ops.varlen import VarlenAttention
+
+    return {"paged": PagedAttention, "varlen": VarlenAttention}
+
+
+def find_backend(name: str) -> type[AttentionBackend]:
+    """Return the backend called `name`; ConfigError lists the choices."""
+    found = backends().get(name)
+    if found is None:
+        raise ConfigError(
+            f"attention: got {name!r}{near(name, backends())} Choices: {', '.join(backends())}."
+        )
+    return found
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, layer: int
+) -> None:
+    """Attend with the current step's metadata; see `AttentionBackend.forward`."""
+    context = current_context()
+    backend = context.attention
+    if backend is None:
+        raise ConfigError("pcgsvc::attention was called for a model that declared no attention.")
+    backend.forward(q, k, v, output, layer, context)
+
+
+register_splitting_op(
+    "pcgsvc::attention", attention, mutates_args=("output",), support=None, zeroes_padding=True
+)

@@ -1,0 +1,159 @@
+"""The forward context: what a splitting op may know about the step that it runs in.
+
+In: what the runner publishes before a step. Out: `current_context()`. Knows nothing of models,
+graphs or batches as users write them.
+
+Device tensors of the context are static buffers: a captured segment may read them, since the
+runner rewrites them before every replay. Host fields are ordinary Python values of *this* step:
+reading one while a segment is captured would freeze it, so that raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pcgsvc.errors import HostReadError, PcgError
+
+if TYPE_CHECKING:
+    from pcgsvc.ops.attention import AttentionBackend
+
+
+class ForwardContext:
+    """One step's metadata. T = rows of the step with padding, R = most requests, B = blocks a request.
+
+    Device fields (static buffers of the runner; int32):
+        slot_mapping [T]: KV slot that each row writes; 0 (in the null block) for padding rows.
+        token_to_req [T]: request of each row; R for padding rows.
+        kv_lens [T]: keys that each row attends to, itself included; 0 for padding rows.
+        block_tables [R + 1, B]: KV blocks of each request; row R is all zero.
+        query_start_loc [R + 1]: first row of each request; the tail repeats the true row count.
+        seq_lens [R]: length of each request after this step; 0 beyond the last request.
+        num_tokens_tensor [1]: the true row count.
+
+    Host fields (raise `HostReadError` while a segment is captured):
+        num_tokens: true rows. query_lens, seq_lens_host: per request. extras: the caller's own.
+    """
+
+    __slots__ = (
+        "_extras",
+        "_num_tokens",
+        "_query_lens",
+        "_seq_lens",
+        "attention",
+        "block_tables",
+        "in_segment",
+        "kv_lens",
+        "num_tokens_tensor",
+        "padded_tokens",
+        "query_start_loc",
+        "seq_lens",
+        "slot_mapping",
+        "token_to_req",
+        "uniform_query_len",
+    )
+
+    def __init__(
+        self,
+        *,
+        padded_tokens: int,
+        num_tokens: int,
+        query_lens: list[int],
+        seq_lens_host: list[int],
+        slot_mapping: torch.Tensor,
+        token_to_req: torch.Tensor,
+        kv_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_tokens_tensor: torch.Tensor,
+        attention: AttentionBackend | None = None,
+        extras: Mapping[str, Any] | None = None,
+        uniform_query_len: int | None = None,
+    ) -> None:
+        self.in_segment = False
+        """Set by the capture session while a segment is being captured or recorded."""
+        self.padded_tokens = padded_tokens
+        """Rows of every row-wise tensor of this step; constant for a captured entry."""
+        self.uniform_query_len = uniform_query_len
+        """Rows per request if an entry is captured for uniform batches only, else None."""
+        self.attention = attention
+        """The runner's attention backend, which owns the KV cache; None for other models."""
+        self._num_tokens = num_tokens
+        self._query_lens = query_lens
+        self._seq_lens = seq_lens_host
+        self._extras = extras or {}
+        self.slot_mapping = slot_mapping
+        self.token_to_req = token_to_req
+        self.kv_lens = kv_lens
+        self.block_tables = block_tables
+        self.query_start_loc = query_start_loc
+        self.seq_lens = seq_lens
+        self.num_tokens_tensor = num_tokens_tensor
+
+    def _host(self, name: str) -> None:
+        if self.in_segment:
+            raise HostReadError(
+                f"context.{name} was read while a segment is captured: it is a host value of this "
+                "one step and would be frozen into the graph. Read the device tensors instead "
+                "(num_tokens_tensor, query_start_loc, kv_lens, …), or keep the op outside graphs "
+                "with support='never'."
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """True rows of this step; rows at and above it are padding."""
+        self._host("num_tokens")
+        return self._num_tokens
+
+    @property
+    def query_lens(self) -> list[int]:
+        """New tokens of each request, in row order."""
+        self._host("query_lens")
+        return self._query_lens
+
+    @property
+    def seq_lens_host(self) -> list[int]:
+        """Length of each request after this step."""
+        self._host("seq_lens_host")
+        return self._seq_lens
+
+    @property
+    def extras(self) -> Mapping[str, Any]:
+        """What the caller put into `Batch.extras`."""
+        self._host("extras")
+        return self._extras
+
+
+_CONTEXT: contextvars.ContextVar[ForwardContext | None] = contextvars.ContextVar(
+    "pcgsvc_context", default=None
+)
+
+
+def current_context() -> ForwardContext:
+    """Return the context of the step that is running in this thread.
+
+    Raises:
+        PcgError: no step is running (a splitting op was called outside a runner).
+    """
+    context = _CONTEXT.get()
+    if context is None:
+        raise PcgError(
+            "there is no forward context: a splitting op that reads per-step metadata was called "
+            "outside a runner. Call it through runner(...), or under pcgsvc.ops.use_context(...)."
+        )
+    return context
+
+
+@contextlib.contextmanager
+def use_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make `context` the current one of this thread for a block."""
+    token = _CONTEXT.set(context)
+    try:
+        yield context
+    finally:
+        _CONTEXT.reset(token)
