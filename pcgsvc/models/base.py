@@ -1,0 +1,52 @@
+"""What a model family hands to the pipeline.
+
+In: nothing. Out: `ModelBundle`, the one type that the pipeline knows of models. Knows nothing of
+tracing or graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from pcgsvc.ops.attention import AttentionSpec
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back, for models that generate."""
+
+    eos_token_ids: frozenset[int]
+    """Ids that end a generation."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of plain `text`, special tokens included where the model wants them."""
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Return the ids of one user message under the model's chat template."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of `ids` without special tokens."""
+
+
+@dataclass(kw_only=True)
+class ModelBundle:
+    """A built model and what must be known to trace, verify and run it."""
+
+    module: torch.nn.Module
+    """In eval mode, on its device, no parameter requires grad."""
+    make_inputs: Callable[[int, torch.Generator], dict[str, torch.Tensor]]
+    """`make_inputs(rows, generator)`: fresh valid inputs by the forward's argument names."""
+    dynamic_dims: dict[str, int]
+    """Which dimension of which input carries the rows (tokens)."""
+    attention: AttentionSpec | None = None
+    """Set for models whose boundaries are `pcgsvc::attention`."""
+    tokenizer: Tokenizer | None = None
+    is_language_model: bool = False
+    """Takes (input_ids [T], positions [T]) and returns logits [T, vocab]."""
+    max_tokens: int | None = None
+    """Most rows that a call may have; None: no limit of the model's own."""
+    source_files: list[str] = field(default_factory=list)
+    """Files whose text decides what the forward computes, besides those that tracing reads."""
