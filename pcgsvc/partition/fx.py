@@ -1,0 +1,318 @@
+"""`partition.strategy=fx`: cut the traced graph at splitting ops, before any compiler sees it.
+
+In: `TracedGraph` and the names of the splitting ops. Out: `Partition`. Knows nothing of compilers
+or replay.
+
+    before   norm - linear - [attend] - linear - add - norm - linear - [attend] - linear - add
+    after    region 0        bound. 1   region 2                       bound. 3   region 4
+
+Original order is kept: reordering around an in-place write changes results. A `getitem` stays with
+its producer, so that no tuple crosses a border.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pcgsvc import torch_private
+from pcgsvc.errors import ConfigError, SplitError, near
+from pcgsvc.ops.registry import registered_names
+from pcgsvc.partition.pieces import Kind, Partition, Piece
+from pcgsvc.rows import Document, digest, encode, encode_row
+from pcgsvc.trace import TracedGraph, iter_calls, mutated_args, op_names, user_line
+
+_ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+_VIEWS = set(
+    "view reshape flatten unflatten squeeze unsqueeze transpose t permute narrow select expand "
+    "expand_as view_as detach chunk split unbind movedim size stride getitem".split()
+)
+
+
+def partition_fx(
+    traced: TracedGraph, splitting_ops: Sequence[str] | None, extra: Sequence[str] = ()
+) -> Partition:
+    """Cut a traced graph at its splitting ops.
+
+    Args:
+        traced: the canonical graph; left as it is.
+        splitting_ops: names (`ns::op`, `ns.op`, with or without overload); None: every registered
+            splitting op that occurs, and ops tagged `cudagraph_unsafe`.
+        extra: names that are cut at as well.
+
+    Raises:
+        ConfigError: a name was asked for that nothing in the graph matches.
+        SplitError: the cut would change results.
+    """
+    matches, counts = _match(traced, splitting_ops, extra)
+    groups = _assign(traced, matches)
+    pieces = [_build(traced, index, group, matches) for index, group in enumerate(groups)]
+    _connect(traced, pieces)
+    _reopen_autocast(pieces)
+    for piece in pieces:
+        if piece.kind is Kind.REGION:
+            piece.document = _document(traced, piece)
+            piece.hash = digest(piece.document)
+    _prove_order(pieces)
+    _reasons(pieces, matches)
+    return Partition(pieces=pieces, matched=counts)
+
+
+# ---- which nodes ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Match:
+    name: str
+    reason: str
+
+
+def canonical_op_name(name: str) -> str:
+    """Return `ns::op` for `ns::op`, `ns.op` and both with an overload; other names as they are."""
+    text = name.removeprefix("torch.ops.")
+    if "::" in text:
+        namespace, _, rest = text.partition("::")
+        return f"{namespace}::{rest.split('.')[0]}"
+    parts = text.split(".")
+    if len(parts) in (2, 3) and parts[0] not in ("torch", "Tensor", "operator"):
+        return f"{parts[0]}::{parts[1]}"
+    return name
+
+
+def _match(
+    traced: TracedGraph, splitting_ops: Sequence[str] | None, extra: Sequence[str]
+) -> tuple[dict[torch.fx.Node, _Match], dict[str, int]]:
+    asked = [canonical_op_name(n) for n in [*(splitting_ops or []), *extra]]
+    registered = set(registered_names()) if splitting_ops is None else set()
+    matches: dict[torch.fx.Node, _Match] = {}
+    counts = dict.fromkeys(asked, 0)
+    for node in iter_calls(traced.graph):
+        names = op_names(node)
+        hit = next((a for a in asked if a in names), None)
+        unsafe = torch.Tag.cudagraph_unsafe in torch_private.op_tags(node.target)
+        if hit is not None:
+            matches[node] = _Match(hit, "named in partition.splitting_ops")
+        elif names and names[0] in registered:
+            matches[node] = _Match(names[0], "registered splitting op")
+        elif unsafe and splitting_ops is None:
+            matches[node] = _Match(names[0], "tag cudagraph_unsafe")
+        else:
+            continue
+        counts[matches[node].name] = counts.get(matches[node].name, 0) + 1
+    missing = [name for name in asked if not counts[name]]
+    if missing:
+        there = sorted(traced.ops)
+        raise ConfigError(
+            f"partition.splitting_ops: not in the traced graph: {missing}{near(missing[0], there)} "
+            f"Operators it does have: {there}. Registered splitting ops: {registered_names()}. "
+            "Correct the name, or register the operator with pcgsvc.splitting_op."
+        )
+    return matches, counts
+
+
+# ---- which piece ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    kind: Kind
+    nodes: list[torch.fx.Node]
+
+
+def _assign(traced: TracedGraph, matches: dict[torch.fx.Node, _Match]) -> list[_Group]:
+    """One pass in original order; consecutive splitting ops form one boundary."""
+    groups: list[_Group] = []
+    of: dict[torch.fx.Node, _Group] = {}
+    for node in iter_calls(traced.graph):
+        kind = Kind.BOUNDARY if node in matches else Kind.REGION
+        producer = node.args[0] if node.target is operator.getitem else None
+        if isinstance(producer, torch.fx.Node) and _is_tuple(producer):
+            group = of[producer]
+        elif groups and groups[-1].kind is kind:
+            group = groups[-1]
+        else:
+            group = _Group(kind, [])
+            groups.append(group)
+        group.nodes.append(node)
+        of[node] = group
+    return _absorb_inline(groups)
+
+
+def _is_tuple(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), (tuple, list))
+
+
+def _absorb_inline(groups: list[_Group]) -> list[_Group]:
+    """Give groups without a kernel to a neighbouring boundary, and join boundaries that then meet."""
+    joined: list[_Group] = []
+    for group in groups:
+        if group.kind is Kind.REGION and all(_is_inline(n) for n in group.nodes):
+            group = _Group(Kind.BOUNDARY if len(groups) > 1 else Kind.INLINE, group.nodes)
+        if joined and joined[-1].kind is group.kind is Kind.BOUNDARY:
+            joined[-1].nodes += group.nodes
+        else:
+            joined.append(_Group(group.kind, list(group.nodes)))
+    return joined
+
+
+def _is_inline(node: torch.fx.Node) -> bool:
+    """Whether a node launches nothing: an uninitialised allocation, a view, or a size."""
+    value = node.meta.get("example_value")
+    if isinstance(value, (int, torch.SymInt, torch.Size)):
+        return True
+    name = op_names(node)[0].split("::")[-1]
+    if name in _ALLOCATIONS:
+        return True
+    source = node.args[0] if node.args else None
+    if name not in _VIEWS or not isinstance(source, torch.fx.Node):
+        return False
+    # reshape copies when it must: a view shares its source's storage.
+    before = pytree.tree_leaves(source.meta.get("example_value"))
+    after = pytree.tree_leaves(value)
+    return all(isinstance(t, torch.Tensor) for t in [*before, *after]) and {
+        torch_private.storage_id(t) for t in after
+    } <= {torch_private.storage_id(t) for t in before}
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def _build(
+    traced: TracedGraph, index: int, group: _Group, matches: dict[torch.fx.Node, _Match]
+) -> Piece:
+    splitting = {n: matches[n].name for n in group.nodes if n in matches}
+    return Piece(index=index, kind=group.kind, reason="", nodes=group.nodes, splitting=splitting)
+
+
+def _connect(traced: TracedGraph, pieces: list[Piece]) -> None:
+    """Find what crosses each border."""
+    home = {node: piece for piece in pieces for node in piece.nodes}
+    output = next(n for n in traced.graph.nodes if n.op == "output")
+    wanted: dict[Piece | None, set[torch.fx.Node]] = {}
+    for piece in pieces:
+        inputs: dict[torch.fx.Node, None] = {}
+        for node in piece.nodes:
+            for used in node.all_input_nodes:
+                if home.get(used) is not piece:
+                    inputs[used] = None
+        piece.inputs = list(inputs)
+    crossing = {n for piece in pieces for n in piece.inputs} | set(output.all_input_nodes)
+    del wanted
+    for piece in pieces:
+        piece.outputs = [n for n in piece.nodes if n in crossing]
+        for node in piece.outputs:
+            if not isinstance(node.meta.get("example_value"), (torch.Tensor, int, torch.SymInt)):
+                raise SplitError(
+                    f"{piece.name}: {op_names(node)[0]} at {user_line(node)} gives a "
+                    f"{type(node.meta.get('example_value')).__name__} that is used behind a "
+                    "splitting op; only tensors and ints can cross. Unpack it before the op."
+                )
+
+
+def _reopen_autocast(pieces: list[Piece]) -> None:
+    """Close autocast blocks at the end of a region and reopen them in the next."""
+    still_open: list[torch.fx.Node] = []
+    for piece in pieces:
+        if piece.kind is not Kind.REGION:
+            if still_open and piece.splitting:
+                raise SplitError(
+                    f"{next(iter(piece.splitting.values()))}: a splitting op inside a "
+                    f"torch.autocast block ({user_line(still_open[-1])}) would run without it. "
+                    "Close the block before the op, or set autocast inside the op's kernel."
+                )
+            continue
+        for node in piece.nodes:
+            kind = torch_private.autocast_kind(node.target)
+            if kind == "enter":
+                still_open.append(node)
+            elif kind == "exit":
+                still_open.remove(node.args[0])  # type: ignore[arg-type]
+
+
+def _document(traced: TracedGraph, piece: Piece) -> Document:
+    number = {node: at for at, node in enumerate([*piece.inputs, *piece.nodes])}
+    return {
+        "inputs": [_input_spec(traced, node) for node in piece.inputs],
+        "rows": [encode_row(node, number.__getitem__) for node in piece.nodes],
+        "outputs": [number[node] for node in piece.outputs],
+        "assumes": list(traced.predicate.conditions),
+    }
+
+
+def _input_spec(traced: TracedGraph, node: torch.fx.Node) -> list[Any]:
+    value = node.meta["example_value"]
+    if isinstance(value, torch.Tensor):
+        return traced.spec_of(node).as_json()
+    return ["int", traced.size_of(value)]
+
+
+def _prove_order(pieces: list[Piece]) -> None:
+    """Every input of a piece comes from a placeholder or from an earlier piece."""
+    made: set[torch.fx.Node] = set()
+    for piece in pieces:
+        late = [n for n in piece.inputs if n.op != "placeholder" and n not in made]
+        assert not late, f"{piece.name} reads {late}, which a later piece computes"
+        made |= set(piece.outputs)
+
+
+def check_aliases(partition: Partition) -> None:
+    """Refuse cuts at which a compiler that re-makes views would lose a write.
+
+    Inductor gives a region's outputs storages of its own choice. Two outputs of one region that
+    share a storage and are written to later would part.
+
+    Raises:
+        SplitError: naming the line of the write.
+    """
+    writes = {
+        torch_private.storage_id(arg.meta["example_value"]): node
+        for piece in partition.pieces
+        for node in piece.nodes
+        for arg in mutated_args(node)
+    }
+    for piece in partition.pieces:
+        if piece.kind is not Kind.REGION:
+            continue
+        seen: dict[int, torch.fx.Node] = {}
+        inside = set(piece.nodes)
+        for node in piece.outputs:
+            if not isinstance(node.meta["example_value"], torch.Tensor):
+                continue
+            storage = torch_private.storage_id(node.meta["example_value"])
+            if storage in seen and storage in writes and writes[storage] not in inside:
+                raise SplitError(
+                    f"{piece.name}: two of its results share memory "
+                    f"({user_line(seen[storage])} and {user_line(node)}) and are written to behind "
+                    f"the splitting op, at {user_line(writes[storage])}; compiled pieces cannot "
+                    "keep that. Use compiler=eager, or write to a copy."
+                )
+            seen[storage] = node
+
+
+def _reasons(pieces: list[Piece], matches: dict[torch.fx.Node, _Match]) -> None:
+    for piece in pieces:
+        if piece.kind is Kind.BOUNDARY:
+            named = {matches[n] for n in piece.splitting}
+            piece.reason = "; ".join(sorted(f"{m.name}: {m.reason}" for m in named))
+        elif piece.kind is Kind.INLINE:
+            piece.reason = "allocations and views only, nothing to replay"
+        else:
+            piece.reason = _place([p for p in pieces if p.kind is Kind.REGION], pieces, piece)
+
+
+def _place(regions: Iterable[Piece], pieces: list[Piece], piece: Piece) -> str:
+    before = any(p.kind is Kind.BOUNDARY for p in pieces[: piece.index])
+    after = any(p.kind is Kind.BOUNDARY for p in pieces[piece.index + 1 :])
+    if before and after:
+        return "between two splitting ops"
+    if after:
+        return "before the first splitting op"
+    return "after the last splitting op" if before else "no splitting op in the graph"
+
+
+_ = (Callable, encode)

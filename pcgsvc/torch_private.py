@@ -1,0 +1,208 @@
+"""Every private torch name that pcgsvc touches, one function each, so that a new torch breaks here.
+
+In: ordinary tensors, functions and graphs. Out: the same. Knows nothing of pcgsvc's own types.
+`tests/test_torch_private.py` has a test per name. Tried on torch 2.11, 2.13 and 2.14.
+
+The compiler (`torch._dynamo`, `torch._inductor`) is imported by the functions that use it, because
+importing it takes seconds that a warm start does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class StopTracing(Exception):
+    """Raised by a backend hook that has seen enough."""
+
+
+# ---- Dynamo --------------------------------------------------------------------------------------
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Tell Dynamo that `dim` of `tensor` is symbolic."""
+    import torch._dynamo
+
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def dynamo_trace(
+    function: Callable[..., Any],
+    args: Sequence[torch.Tensor],
+    backend: Callable[..., Any],
+    guard_sink: Callable[[Sequence[Any]], None],
+) -> Any:
+    """Call `function` under `torch.compile(fullgraph=True, dynamic=False)` and return its result.
+
+    `guard_sink` gets Dynamo's guards with their values (the hook is called several times; the last
+    call has them all). Nothing of the compiled code stays in Dynamo's caches but an entry for
+    `function`'s own code object.
+    """
+    import torch._dynamo
+
+    def keep_none(guards: Sequence[Any]) -> list[bool]:
+        guard_sink(guards)
+        return [False] * len(guards)
+
+    compiled = torch.compile(
+        function,
+        fullgraph=True,
+        dynamic=False,
+        backend=backend,
+        options={"guard_filter_fn": keep_none},
+    )
+    # Pinned: new in 2.14, where it would change the node order between versions.
+    patch = {"canonicalize_output_graph_node_order": False}
+    known = {k: v for k, v in patch.items() if hasattr(torch._dynamo.config, k)}
+    with torch._dynamo.config.patch(**known):  # type: ignore[no-untyped-call]
+        return compiled(*args)
+
+
+def dynamo_errors() -> tuple[type[Exception], ...]:
+    """Return the exception types by which Dynamo refuses to trace."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
+
+
+def tracing_shape_env() -> Any:
+    """Return the ShapeEnv of the trace that is running (inside a backend hook)."""
+    from torch._guards import TracingContext
+
+    fake_mode = TracingContext.get().fake_mode
+    return None if fake_mode is None else fake_mode.shape_env
+
+
+def ignored_call(target: Any) -> bool:
+    """Whether a graph node only reports API usage or sets a mode that a runner fixes anyway."""
+    return target in (torch._C._log_api_usage_once, torch._C._set_grad_enabled)
+
+
+def autocast_kind(target: Any) -> str | None:
+    """Return `enter` or `exit` for the nodes that Dynamo writes for an autocast block, else None."""
+    if target is torch.amp.autocast_mode._enter_autocast:
+        return "enter"
+    if target is torch.amp.autocast_mode._exit_autocast:
+        return "exit"
+    return None
+
+
+def symbolic_expr(value: Any) -> Any:
+    """Return the sympy expression behind a SymInt."""
+    return value.node.expr
+
+
+def python_source(expression: Any) -> str:
+    """Return Python source of a sympy expression or relation over integers."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return str(PythonPrinter().doprint(expression))
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return an identity of the tensor's storage; works for fake tensors, which have no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+def op_schema(op: Any) -> Any:
+    """Return the schema of an OpOverload, or of a packet's only or default overload, else None."""
+    if isinstance(op, torch._ops.OpOverload):
+        return op._schema
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        overloads = op.overloads()
+        name = "default" if "default" in overloads or not overloads else overloads[0]
+        return getattr(op, name)._schema
+    return None
+
+
+def op_name(op: Any) -> str | None:
+    """Return `ns::op` of a torch.ops callable without its overload, else None."""
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op._schema.name)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return str(op._qualified_op_name)
+    return None
+
+
+def op_tags(op: Any) -> set[torch.Tag]:
+    """Return the tags of a torch.ops callable (all overloads of a packet)."""
+    if isinstance(op, torch._ops.OpOverload):
+        return set(op.tags)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return {tag for name in op.overloads() for tag in getattr(op, name).tags}
+    return set()
+
+
+def is_torch_op(target: Any) -> bool:
+    """Whether `target` is a torch.ops callable."""
+    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def qualified_name(function: Callable[..., Any]) -> str:
+    """Return the dotted name by which FX would print `function`."""
+    return str(torch.fx.node._get_qualified_name(function))
+
+
+# ---- Inductor ------------------------------------------------------------------------------------
+
+
+def inductor_compile(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]
+) -> Any:
+    """Compile a graph by itself into an artifact that can be called and serialised."""
+    import torch._inductor
+
+    return torch._inductor.standalone_compile(
+        module, list(inputs), dynamic_shapes="from_graph", aot=True, options=options
+    )
+
+
+def inductor_serialize(artifact: Any) -> bytes:
+    """Return an artifact of `inductor_compile` as bytes (they hold a pickle)."""
+    return bytes(artifact.serialize())
+
+
+def inductor_deserialize(data: bytes) -> Any:
+    """Load an artifact. `data` must be trusted: it holds a pickle, and torch checks no version."""
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+    return AOTCompiledArtifact.deserialize(data)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a CUDA tensor over the same memory that does not keep the memory alive.
+
+    The caller must know by other means that the memory stays mapped and holds what it should.
+    """
+    storage = tensor.untyped_storage()
+    view = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    metadata = {
+        "dtype": tensor.dtype,
+        "size": tensor.size(),
+        "stride": tensor.stride(),
+        "storage_offset": tensor.storage_offset(),
+        "data_ptr": storage.data_ptr(),
+        "device": tensor.device,
+        "nbytes": storage.nbytes(),
+    }
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, view)
+
+
+def pool_ranges(pool: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return (first address, end) of every memory segment of a CUDA graph pool."""
+    return [
+        (s["address"], s["address"] + s["total_size"])
+        for s in torch.cuda.memory_snapshot()
+        if tuple(s["segment_pool_id"]) == tuple(pool)
+    ]

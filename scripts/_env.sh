@@ -1,0 +1,80 @@
+# Makes the virtual environment that scripts/run, test and check use. Sourced, never run.
+#
+# In:  PYTHON (default python3) makes the environment, PCGSVC_VENV (default .venv) says where.
+# Out: `ensure_env [EXTRA]` leaves the environment installed and sets PY to its interpreter.
+# Knows nothing of what is run in it.
+#
+# A later call costs one hash and one comparison. Otherwise one caller at a time installs, behind a
+# lock beside the environment. An environment of ours whose installation was cut short is thrown
+# away and made again, since pip takes a half-written package for an installed one. Nothing is ever
+# thrown away in an environment that somebody else made.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+VENV=${PCGSVC_VENV:-$ROOT/.venv}
+[[ $VENV == /* ]] || VENV=$PWD/$VENV
+PY=$VENV/bin/python
+
+say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+# What an installation depends on: the two files, and where the editable install points.
+_wanted() { { echo "$ROOT"; cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt"; } | sha256sum; }
+
+_stamp() { echo "$VENV/.pcgsvc-installed${1:+-$1}"; }
+
+# The base package is there too wherever an extra is.
+_installed() {
+    local wanted stamp
+    wanted=$(_wanted)
+    for stamp in "$(_stamp "$1")" ${1:-"$VENV"/.pcgsvc-installed-*}; do
+        [[ -x $PY && -f $stamp && $(<"$stamp") == "$wanted" ]] && return 0
+    done
+    return 1
+}
+
+_make_venv() {
+    local python=${PYTHON:-python3} ours=$VENV/.pcgsvc-made clear=
+    if [[ -d $VENV && -n $(ls -A "$VENV") ]]; then
+        if [[ ! -f $ours ]]; then # somebody else's: used as it is
+            "$PY" -m pip --version >/dev/null 2>&1 ||
+                die "$VENV holds no working virtual environment and was not made here; move it away, or set PCGSVC_VENV."
+            return
+        fi
+        if [[ ! -f $VENV/.pcgsvc-busy ]] && "$PY" -m pip --version >/dev/null 2>&1; then
+            return
+        fi
+        say "$VENV was left half made; starting again."
+        clear=--clear
+    fi
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' ||
+        die "'$python' is $("$python" -V 2>&1 || true); Python 3.11, 3.12 or 3.13 is needed. Set PYTHON, such as PYTHON=python3.12."
+    mkdir -p "$VENV"
+    touch "$ours" "$VENV/.pcgsvc-busy"
+    "$python" -m venv $clear "$VENV"
+    touch "$ours"
+}
+
+_install() {
+    local extra=$1 started=$SECONDS
+    _installed "$extra" && return # whoever held the lock did it
+    say "installing pcgsvc${extra:+[$extra]} into $VENV; torch alone takes minutes the first time."
+    _make_venv
+    touch "$VENV/.pcgsvc-busy"
+    # torch first and by its pin alone, so that nothing else can choose another build of it.
+    "$PY" -m pip install -q --disable-pip-version-check -c "$ROOT/constraints.txt" torch
+    "$PY" -m pip install -q --disable-pip-version-check -c "$ROOT/constraints.txt" \
+        -e "$ROOT${extra:+[$extra]}"
+    _wanted >"$(_stamp "$extra")"
+    rm -f "$VENV/.pcgsvc-busy"
+    say "installed in $((SECONDS - started)) s."
+}
+
+ensure_env() {
+    local extra=${1:-}
+    _installed "$extra" && return
+    mkdir -p "$(dirname "$VENV")"
+    (
+        flock 9
+        _install "$extra"
+    ) 9>"$VENV.lock"
+}
