@@ -1,0 +1,67 @@
+"""pcgsvc: piecewise CUDA graphs for PyTorch, as a library and as a command.
+
+Importing the package is cheap: no compiler is imported, no global state touched, no thread started,
+no logging configured. Public names are found when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pcgsvc.version import __version__
+
+if TYPE_CHECKING:
+    from pcgsvc.api import load_config, load_runner
+    from pcgsvc.batch import Batch
+    from pcgsvc.config import Config
+    from pcgsvc.dispatch import BatchDescriptor, Dispatch
+    from pcgsvc.errors import PcgError
+    from pcgsvc.ops.context import current_context
+    from pcgsvc.ops.registry import register_splitting_op, splitting_op
+    from pcgsvc.pipeline import build_runner
+    from pcgsvc.runner import Runner
+
+_HOMES = {
+    "Batch": "pcgsvc.batch",
+    "BatchDescriptor": "pcgsvc.dispatch",
+    "Config": "pcgsvc.config",
+    "Dispatch": "pcgsvc.dispatch",
+    "PcgError": "pcgsvc.errors",
+    "Runner": "pcgsvc.runner",
+    "build_runner": "pcgsvc.pipeline",
+    "current_context": "pcgsvc.ops.context",
+    "load_config": "pcgsvc.api",
+    "load_runner": "pcgsvc.api",
+    "register_splitting_op": "pcgsvc.ops.registry",
+    "splitting_op": "pcgsvc.ops.registry",
+}
+
+__all__ = [
+    "Batch",
+    "BatchDescriptor",
+    "Config",
+    "Dispatch",
+    "PcgError",
+    "Runner",
+    "__version__",
+    "build_runner",
+    "current_context",
+    "load_config",
+    "load_runner",
+    "register_splitting_op",
+    "splitting_op",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name's module when the name is first used."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pcgsvc' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

@@ -130,6 +130,11 @@ def op_name(op: Any) -> str | None:
     return None
 
 
+def op_exists(name: str) -> bool:
+    """Whether `ns::op` is registered, with any overload."""
+    return bool(torch._C._jit_get_schemas_for_operator(name))
+
+
 def op_tags(op: Any) -> set[torch.Tag]:
     """Return the tags of a torch.ops callable (all overloads of a packet)."""
     if isinstance(op, torch._ops.OpOverload):
@@ -161,6 +166,13 @@ def inductor_compile(
     return torch._inductor.standalone_compile(
         module, list(inputs), dynamic_shapes="from_graph", aot=True, options=options
     )
+
+
+def inductor_source(artifact: Any) -> str:
+    """Return the source that Inductor generated for an artifact of `inductor_compile`."""
+    function = artifact.inner_fn.compiled_fn
+    source = getattr(function, "source_code", None)  # torch 2.11 has it on the inner result only
+    return str(source or function.serialize().compiled_fw.result.source_code)
 
 
 def inductor_serialize(artifact: Any) -> bytes:

@@ -13,6 +13,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV=${PCGSVC_VENV:-$ROOT/.venv}
 [[ $VENV == /* ]] || VENV=$PWD/$VENV
 PY=$VENV/bin/python
+STAMP=$VENV/.pcgsvc-installed
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -20,20 +21,16 @@ die() { say "$*"; exit 1; }
 # What an installation depends on: the two files, and where the editable install points.
 _wanted() { { echo "$ROOT"; cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt"; } | sha256sum; }
 
-_stamp() { echo "$VENV/.pcgsvc-installed${1:+-$1}"; }
-
-# The base package is there too wherever an extra is.
+# The stamp is "HASH - EXTRA"; the base package is there too wherever an extra is.
 _installed() {
-    local wanted stamp
-    wanted=$(_wanted)
-    for stamp in "$(_stamp "$1")" ${1:-"$VENV"/.pcgsvc-installed-*}; do
-        [[ -x $PY && -f $stamp && $(<"$stamp") == "$wanted" ]] && return 0
-    done
-    return 1
+    local hash dash extra
+    [[ -x $PY && -f $STAMP ]] || return 1
+    read -r hash dash extra <"$STAMP" || true
+    [[ "$hash  $dash" == "$(_wanted)" && ( -z $1 || $1 == "$extra" ) ]]
 }
 
 _make_venv() {
-    local python=${PYTHON:-python3} ours=$VENV/.pcgsvc-made clear=
+    local python=${PYTHON:-python3} ours=$VENV/.pcgsvc-made
     if [[ -d $VENV && -n $(ls -A "$VENV") ]]; then
         if [[ ! -f $ours ]]; then # somebody else's: used as it is
             "$PY" -m pip --version >/dev/null 2>&1 ||
@@ -44,14 +41,15 @@ _make_venv() {
             return
         fi
         say "$VENV was left half made; starting again."
-        clear=--clear
+        rm -f "$STAMP"
+        # Not `venv --clear`, which would take our two markers first and might then be cut short.
+        find "$VENV" -mindepth 1 -maxdepth 1 ! -name '.pcgsvc-*' -exec rm -rf {} +
     fi
-    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' ||
-        die "'$python' is $("$python" -V 2>&1 || true); Python 3.11, 3.12 or 3.13 is needed. Set PYTHON, such as PYTHON=python3.12."
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null ||
+        die "'$python' says '$("$python" -V 2>&1 | tail -n 1)'; Python 3.11, 3.12 or 3.13 is needed. Set PYTHON, such as PYTHON=python3.12."
     mkdir -p "$VENV"
     touch "$ours" "$VENV/.pcgsvc-busy"
-    "$python" -m venv $clear "$VENV"
-    touch "$ours"
+    "$python" -m venv "$VENV"
 }
 
 _install() {
@@ -59,12 +57,13 @@ _install() {
     _installed "$extra" && return # whoever held the lock did it
     say "installing pcgsvc${extra:+[$extra]} into $VENV; torch alone takes minutes the first time."
     _make_venv
+    rm -f "$STAMP"
     touch "$VENV/.pcgsvc-busy"
     # torch first and by its pin alone, so that nothing else can choose another build of it.
     "$PY" -m pip install -q --disable-pip-version-check -c "$ROOT/constraints.txt" torch
     "$PY" -m pip install -q --disable-pip-version-check -c "$ROOT/constraints.txt" \
         -e "$ROOT${extra:+[$extra]}"
-    _wanted >"$(_stamp "$extra")"
+    echo "$(_wanted) $extra" >"$STAMP"
     rm -f "$VENV/.pcgsvc-busy"
     say "installed in $((SECONDS - started)) s."
 }

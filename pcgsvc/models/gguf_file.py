@@ -1,6 +1,6 @@
-"""A GGUF file: its metadata, its tensor table, and Llama weights in it under transformers' names.
+"""A GGUF file: its metadata, its tensor table, and its tensors.
 
-In: a path. Out: `GgufLlama`, a weight source for `checkpoint`. Knows nothing of modules or devices.
+In: a path. Out: `GgufFile`. Knows nothing of models.
 
 The header is parsed here and not by `gguf.GGUFReader`, which wraps every vocabulary entry in numpy
 arrays (2.9 s for SmolLM2's 49152 tokens; 0.1 s here) and reads past the end of a truncated file
@@ -23,27 +23,9 @@ import torch
 
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.extras import require
-from pcgsvc.models.llama import LlamaDims
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # struct's letters
 _STRING, _ARRAY = 8, 9
-
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 class _Cursor:
@@ -69,8 +51,10 @@ class _Cursor:
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
-        if kind != _ARRAY:
+        if kind in _SCALARS:
             return self.number(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise ValueError(f"unknown metadata type {kind} before offset {self.at}")
         item, count = self.number("I"), self.number("Q")
         if item not in _SCALARS:
             return [self.value(item) for _ in range(count)]
@@ -114,7 +98,7 @@ class GgufFile:
         self.tensors: dict[str, TensorInfo] = {}
         try:
             self._parse(_Cursor(self._data))
-        except (EOFError, KeyError, ValueError, OverflowError, struct.error) as error:
+        except (EOFError, KeyError, ValueError, ArithmeticError, struct.error) as error:
             raise ConfigError(
                 f"model.weights: '{path}' ({len(self._data)} bytes) is truncated or damaged: "
                 f"{error}. Fetch it again."
@@ -163,46 +147,3 @@ class GgufFile:
                 "cannot dequantise; use a file of another quantisation."
             ) from error
         return torch.from_numpy(np.array(values, dtype=np.float32).reshape(info.shape))
-
-
-class GgufLlama:
-    """The Llama weights of a GGUF file, by transformers' names and in transformers' layout.
-
-    Raises:
-        ConfigError: as `GgufFile`; or another architecture, or a Llama that ours is not.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = GgufFile(path)
-        self.metadata = self._file.metadata
-        """The file's metadata, tokenizer included."""
-        self._own = {_standard_name(name): name for name in self._file.tensors}
-        own_rotary = self._own.pop("rope_freqs.weight", None)
-        self.shapes = {name: self._file.tensors[own].shape for name, own in self._own.items()}
-        """Shape of each weight tensor."""
-        self.dims = _dims(path, self.metadata, self.shapes)
-        """What the metadata says."""
-        if own_rotary is not None:
-            factors = tuple(self._file.read(own_rotary).tolist())
-            self.dims = _replace_factors(self.dims, factors)
-
-    def own_name(self, name: str) -> str:
-        """Return what the file calls (or would call) a tensor."""
-        head, _, tail = name.removesuffix(".weight").removeprefix("model.layers.").partition(".")
-        layer_names = {standard: own for own, standard in _LAYER_NAMES.items()}
-        if head.isdigit() and tail in layer_names:
-            return f"blk.{head}.{layer_names[tail]}.weight"
-        names = {standard: own for own, standard in _NAMES.items()}
-        return f"{names[name.removesuffix('.weight')]}.weight" if name in self._plain() else name
-
-    def _plain(self) -> set[str]:
-        return {f"{standard}.weight" for standard in _NAMES.values()}
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor in fp32 on the CPU."""
-        tensor = self._file.read(self._own[name])
-        if name.endswith("q_proj.weight"):
-            return _unpermute(tensor, self.dims.num_heads)
-        if name.endswith("k_proj.weight"):
-            return _unpermute(tensor, self.dims.num_kv_heads)
-        return tensor

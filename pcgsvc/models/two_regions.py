@@ -68,6 +68,4 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
         x = torch.randn(rows, width, generator=generator, device=generator.device)
         return {"x": x.to(device, dtype)}
 
-    return ModelBundle(
-        module=TwoRegions().eval(), make_inputs=make_inputs, dynamic_dims={"x": 0}
-    )
+    return ModelBundle(module=TwoRegions().eval(), make_inputs=make_inputs, dynamic_dims={"x": 0})

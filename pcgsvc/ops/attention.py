@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pcgsvc.errors import ConfigError, near
+from pcgsvc.errors import ConfigError
 from pcgsvc.ops.context import ForwardContext, current_context
 from pcgsvc.ops.registry import register_splitting_op
 from pcgsvc.ops.support import Support
@@ -79,24 +79,6 @@ class AttentionBackend(abc.ABC):
         context: ForwardContext,
     ) -> None:
         """Write k and v to the cache, then attention of q [T, H, D] into `output` [T, H, D]."""
-
-
-def backends() -> dict[str, type[AttentionBackend]]:
-    """Return the attention backends by the name that `attention=` takes."""
-    from pcgsvc.ops.paged import PagedAttention
-    from pcgsvc.ops.varlen import VarlenAttention
-
-    return {"paged": PagedAttention, "varlen": VarlenAttention}
-
-
-def find_backend(name: str) -> type[AttentionBackend]:
-    """Return the backend called `name`; ConfigError lists the choices."""
-    found = backends().get(name)
-    if found is None:
-        raise ConfigError(
-            f"attention: got {name!r}{near(name, backends())} Choices: {', '.join(backends())}."
-        )
-    return found
 
 
 def attention(

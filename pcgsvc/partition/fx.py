@@ -13,7 +13,7 @@ its producer, so that no tuple crosses a border.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError, SplitError, near
 from pcgsvc.ops.registry import registered_names
 from pcgsvc.partition.pieces import Kind, Partition, Piece
-from pcgsvc.rows import Document, digest, encode, encode_row
+from pcgsvc.rows import Document, digest, encode_row
 from pcgsvc.trace import TracedGraph, iter_calls, mutated_args, op_names, user_line
 
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -51,9 +51,9 @@ def partition_fx(
     """
     matches, counts = _match(traced, splitting_ops, extra)
     groups = _assign(traced, matches)
-    pieces = [_build(traced, index, group, matches) for index, group in enumerate(groups)]
+    pieces = [_piece(index, group, matches) for index, group in enumerate(groups)]
     _connect(traced, pieces)
-    _reopen_autocast(pieces)
+    _refuse_open_autocast(pieces)
     for piece in pieces:
         if piece.kind is Kind.REGION:
             piece.document = _document(traced, piece)
@@ -182,9 +182,7 @@ def _is_inline(node: torch.fx.Node) -> bool:
 # ---- pieces --------------------------------------------------------------------------------------
 
 
-def _build(
-    traced: TracedGraph, index: int, group: _Group, matches: dict[torch.fx.Node, _Match]
-) -> Piece:
+def _piece(index: int, group: _Group, matches: dict[torch.fx.Node, _Match]) -> Piece:
     splitting = {n: matches[n].name for n in group.nodes if n in matches}
     return Piece(index=index, kind=group.kind, reason="", nodes=group.nodes, splitting=splitting)
 
@@ -193,7 +191,6 @@ def _connect(traced: TracedGraph, pieces: list[Piece]) -> None:
     """Find what crosses each border."""
     home = {node: piece for piece in pieces for node in piece.nodes}
     output = next(n for n in traced.graph.nodes if n.op == "output")
-    wanted: dict[Piece | None, set[torch.fx.Node]] = {}
     for piece in pieces:
         inputs: dict[torch.fx.Node, None] = {}
         for node in piece.nodes:
@@ -202,7 +199,6 @@ def _connect(traced: TracedGraph, pieces: list[Piece]) -> None:
                     inputs[used] = None
         piece.inputs = list(inputs)
     crossing = {n for piece in pieces for n in piece.inputs} | set(output.all_input_nodes)
-    del wanted
     for piece in pieces:
         piece.outputs = [n for n in piece.nodes if n in crossing]
         for node in piece.outputs:
@@ -214,8 +210,8 @@ def _connect(traced: TracedGraph, pieces: list[Piece]) -> None:
                 )
 
 
-def _reopen_autocast(pieces: list[Piece]) -> None:
-    """Close autocast blocks at the end of a region and reopen them in the next."""
+def _refuse_open_autocast(pieces: list[Piece]) -> None:
+    """Refuse an autocast block that a splitting op lies in: its kernel would run without it."""
     still_open: list[torch.fx.Node] = []
     for piece in pieces:
         if piece.kind is not Kind.REGION:
@@ -313,6 +309,3 @@ def _place(regions: Iterable[Piece], pieces: list[Piece], piece: Piece) -> str:
     if after:
         return "before the first splitting op"
     return "after the last splitting op" if before else "no splitting op in the graph"
-
-
-_ = (Callable, encode)

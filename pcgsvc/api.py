@@ -1,0 +1,48 @@
+"""Loading by config from other programs: what the command line builds, as Python objects.
+
+In: overrides, a config folder, or a config. Out: a `Config` or a `Runner`. Knows nothing of the
+command line; safe in a process, and in threads, that use Hydra themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pcgsvc.compose import compose, from_hydra
+from pcgsvc.config import Config, copy, from_dict
+from pcgsvc.errors import ConfigError
+from pcgsvc.pipeline import build_from_config
+from pcgsvc.runner import Runner
+
+
+def load_config(
+    overrides: Sequence[str] = (), *, config_dir: str | None = None, config: Any = None
+) -> Config:
+    """Return plain settings.
+
+    Args:
+        overrides: as on the command line, e.g. `["mode=piecewise"]`.
+        config_dir: folder with more YAML files, searched before the packaged ones.
+        config: instead of composing: a `Config`, a nested dict, or an OmegaConf node; overrides
+            are then not allowed.
+
+    Raises:
+        ConfigError: naming the setting, what was got and what there is.
+    """
+    if config is None:
+        return compose(overrides, config_dir=config_dir)
+    if overrides or config_dir is not None:
+        raise ConfigError("load_config: got config= with overrides= or config_dir=; pass one.")
+    if isinstance(config, Config):
+        return copy(config)
+    if isinstance(config, Mapping):
+        return from_dict(config)
+    return from_hydra(config)
+
+
+def load_runner(
+    overrides: Sequence[str] = (), *, config_dir: str | None = None, config: Any = None
+) -> Runner:
+    """Build, or start warm, the runner that the command line would build; see `load_config`."""
+    return build_from_config(load_config(overrides, config_dir=config_dir, config=config))

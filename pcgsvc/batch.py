@@ -1,0 +1,323 @@
+"""Batches as callers describe them, and the static buffers that carry them to the device.
+
+In: `Batch`: request lengths, block tables, slots. Out: a `ForwardContext` over static buffers.
+Knows nothing of graphs, programs or models.
+
+Shapes: T = rows with padding, R = most requests, B = KV blocks per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pcgsvc.errors import BatchError
+from pcgsvc.ops.attention import NULL_BLOCK, AttentionBackend
+from pcgsvc.ops.context import ForwardContext
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """The requests whose new tokens are the rows of one call, in row order. Host values."""
+
+    query_lens: Sequence[int]
+    """New tokens (rows) of each request, at least 1."""
+    seq_lens: Sequence[int] | None = None
+    """Length of each request after this call, its new tokens included; None: all are new."""
+    block_tables: Any = None
+    """KV blocks of each request, [requests, blocks]; None: scratch blocks, contents undefined
+    before and after the call, so only whole new requests make sense."""
+    slot_mapping: Any = None
+    """KV slot (block * block_size + offset) that each row writes; None: derived from the tables."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Anything that the caller's own splitting ops read through the context."""
+
+
+@dataclass(kw_only=True)
+class CheckedBatch:
+    """A batch that has been found to fit; what the buffers are filled from."""
+
+    query_lens: list[int]
+    seq_lens: list[int]
+    num_tokens: int
+    block_tables: Ints | None
+    slot_mapping: Ints | None
+    extras: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheGeometry:
+    """Where a runner's KV cache may be written."""
+
+    block_size: int
+    num_blocks: int
+    scratch_blocks: int
+    """Blocks 1 … scratch_blocks are the runner's own, for calls without block tables."""
+    max_model_len: int
+
+    @property
+    def first_free_block(self) -> int:
+        """First block that callers may use."""
+        return 1 + self.scratch_blocks
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Width of the block tables."""
+        return -(-self.max_model_len // self.block_size)
+
+
+def check_batch(batch: Batch | None, num_tokens: int, cache: CacheGeometry | None) -> CheckedBatch:
+    """Check a batch against the call's rows and the KV cache; touches no buffer.
+
+    Args:
+        batch: None means one new request.
+        num_tokens: rows of the call's inputs.
+        cache: None for models without attention.
+
+    Raises:
+        BatchError: naming the field, what was got and what fits.
+    """
+    if batch is None:
+        batch = Batch(query_lens=[num_tokens])
+    query_lens = _lengths("query_lens", batch.query_lens)
+    if sum(query_lens) != num_tokens:
+        raise BatchError(
+            f"batch.query_lens: got {query_lens}, {sum(query_lens)} rows in all, but the inputs "
+            f"have {num_tokens} rows; they must agree."
+        )
+    seq_lens = query_lens
+    if batch.seq_lens is not None:
+        seq_lens = _lengths("seq_lens", batch.seq_lens)
+        if len(seq_lens) != len(query_lens) or any(
+            s < q for s, q in zip(seq_lens, query_lens, strict=True)
+        ):
+            raise BatchError(
+                f"batch.seq_lens: got {seq_lens} with query_lens {query_lens}; one length per "
+                "request is needed, its new tokens included."
+            )
+    tables = slots = None
+    if cache is not None:
+        tables, slots = _check_cache(batch, query_lens, seq_lens, cache)
+    return CheckedBatch(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        num_tokens=num_tokens,
+        block_tables=tables,
+        slot_mapping=slots,
+        extras=batch.extras,
+    )
+
+
+def _lengths(name: str, given: Any) -> list[int]:
+    values = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray)) else list(given)
+    if not values:
+        raise BatchError(f"batch.{name}: got an empty list; at least one request is needed.")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise BatchError(
+                f"batch.{name}: got {value!r} among {values}; lengths are whole numbers, at least 1."
+            )
+    return [int(v) for v in values]
+
+
+def _check_cache(
+    batch: Batch, query_lens: list[int], seq_lens: list[int], cache: CacheGeometry
+) -> tuple[Ints, Ints]:
+    if max(seq_lens) > cache.max_model_len:
+        raise BatchError(
+            f"batch.seq_lens: got {max(seq_lens)}, the longest sequence is "
+            f"attention.max_model_len={cache.max_model_len}."
+        )
+    if batch.block_tables is None:
+        if batch.slot_mapping is not None:
+            raise BatchError("batch.slot_mapping: given without block_tables; pass both.")
+        tables = _scratch_tables(seq_lens, cache)
+    else:
+        tables = _host_ints("block_tables", batch.block_tables, 2)
+        _check_tables(tables, seq_lens, cache)
+    if batch.slot_mapping is None:
+        return tables, _slots(tables, query_lens, seq_lens, cache.block_size)
+    slots = _host_ints("slot_mapping", batch.slot_mapping, 1)
+    low, high = cache.block_size, cache.num_blocks * cache.block_size
+    if len(slots) != sum(query_lens) or slots.min() < low or slots.max() >= high:
+        raise BatchError(
+            f"batch.slot_mapping: got {len(slots)} slots from {slots.min()} to {slots.max()}; "
+            f"{sum(query_lens)} slots from {low} to {high - 1} are needed (block {NULL_BLOCK} is "
+            "the null block)."
+        )
+    return tables, slots
+
+
+def _host_ints(name: str, given: Any, dims: int) -> Ints:
+    if isinstance(given, torch.Tensor) and given.device.type != "cpu":
+        raise BatchError(
+            f"batch.{name}: got a tensor on {given.device}; pass host values, which the runner "
+            "copies without making the host wait."
+        )
+    try:
+        values = np.asarray(given)
+    except ValueError:  # ragged rows
+        width = max(len(row) for row in given)
+        values = np.asarray([[*row, *([0] * (width - len(row)))] for row in given])
+    if values.ndim != dims or values.dtype.kind not in "iu" or not values.size:
+        raise BatchError(
+            f"batch.{name}: got shape {values.shape} of {values.dtype}; {dims} dimension(s) of "
+            "whole numbers are needed."
+        )
+    return values.astype(np.int64, copy=False)
+
+
+def _check_tables(tables: Ints, seq_lens: list[int], cache: CacheGeometry) -> None:
+    needed = [-(-s // cache.block_size) for s in seq_lens]
+    if len(tables) != len(seq_lens) or tables.shape[1] < max(needed):
+        raise BatchError(
+            f"batch.block_tables: got {tables.shape[0]} rows of {tables.shape[1]} blocks; "
+            f"{len(seq_lens)} rows of at least {max(needed)} are needed for seq_lens {seq_lens}."
+        )
+    used = np.arange(tables.shape[1])[None] < np.asarray(needed)[:, None]
+    blocks = tables[used]
+    if blocks.min() <= NULL_BLOCK or blocks.max() >= cache.num_blocks:
+        raise BatchError(
+            f"batch.block_tables: got blocks from {blocks.min()} to {blocks.max()}; blocks "
+            f"{NULL_BLOCK + 1} … {cache.num_blocks - 1} exist, of which {cache.first_free_block} … "
+            "are the caller's."
+        )
+
+
+def _scratch_tables(seq_lens: list[int], cache: CacheGeometry) -> Ints:
+    needed = [-(-s // cache.block_size) for s in seq_lens]
+    if sum(needed) > cache.scratch_blocks:
+        raise BatchError(
+            f"batch: {sum(needed)} KV blocks are needed for seq_lens {seq_lens}, and calls without "
+            f"block_tables have {cache.scratch_blocks} scratch blocks; pass block_tables."
+        )
+    tables = np.zeros((len(seq_lens), max(needed)), dtype=np.int64)
+    first = 1
+    for row, count in enumerate(needed):
+        tables[row, :count] = np.arange(first, first + count)
+        first += count
+    return tables
+
+
+def _slots(tables: Ints, query_lens: list[int], seq_lens: list[int], block_size: int) -> Ints:
+    rows, positions = _rows(query_lens, seq_lens)
+    slots: Ints = tables[rows, positions // block_size] * block_size + positions % block_size
+    return slots
+
+
+def _rows(query_lens: list[int], seq_lens: list[int]) -> tuple[Ints, Ints]:
+    """Return the request and the position of each row."""
+    lens = np.asarray(query_lens)
+    seqs = np.asarray(seq_lens)
+    requests = np.arange(len(lens))
+    if len(lens) == lens.sum():
+        return requests, seqs - 1
+    rows = np.repeat(requests, lens)
+    starts = np.cumsum(lens) - lens
+    positions: Ints = np.arange(lens.sum()) - np.repeat(starts, lens) + np.repeat(seqs - lens, lens)
+    return rows, positions
+
+
+class StepBuffers:
+    """Static device buffers of one step's metadata, filled from the host in one copy.
+
+    All fields lie in one int32 buffer, block tables last, so that a step copies a prefix. On CUDA
+    the host side is a ring of pinned buffers, each reused only when its copy is done. Not safe
+    across threads; the runner's lock guards it.
+    """
+
+    RING = 4
+
+    def __init__(
+        self, *, max_tokens: int, max_reqs: int, blocks_per_request: int, device: torch.device
+    ) -> None:
+        self.max_tokens, self.max_reqs = max_tokens, max_reqs
+        self._width = blocks_per_request
+        sizes = (1, max_tokens, max_tokens, max_tokens, max_reqs + 1, max_reqs)
+        table = (max_reqs + 1) * blocks_per_request
+        total = sum(sizes) + table
+        self._device = torch.zeros(total, dtype=torch.int32, device=device)
+        fields = torch.split(self._device, [*sizes, table])
+        self.num_tokens, self.slot_mapping, self.token_to_req, self.kv_lens = fields[:4]
+        self.query_start_loc, self.seq_lens = fields[4:6]
+        self.block_tables = fields[6].view(max_reqs + 1, blocks_per_request)
+        self._table_start = sum(sizes)
+        self._pinned: list[torch.Tensor] = []
+        self._events: list[torch.cuda.Event] = []
+        self._turn = 0
+        if device.type == "cuda":
+            self._pinned = [
+                torch.zeros(total, dtype=torch.int32, pin_memory=True) for _ in range(self.RING)
+            ]
+            self._events = [torch.cuda.Event() for _ in range(self.RING)]
+        hosts = self._pinned or [self._device]
+        self._host = [self._split(h.numpy(), sizes) for h in hosts]
+
+    def _split(self, flat: npt.NDArray[np.int32], sizes: Sequence[int]) -> list[Any]:
+        edges = np.cumsum(sizes)
+        parts = np.split(flat, edges)
+        parts[-1] = parts[-1].reshape(self.max_reqs + 1, self._width)
+        return parts
+
+    def fill(self, batch: CheckedBatch, padded_tokens: int) -> None:
+        """Write one step's metadata; on CUDA the copy is queued on the current stream."""
+        turn = self._turn
+        if self._events:
+            self._events[turn].synchronize()
+        num, slots, owner, kv_lens, starts, seqs, tables = self._host[turn]
+        true, reqs = batch.num_tokens, len(batch.query_lens)
+        rows, positions = _rows(batch.query_lens, batch.seq_lens)
+        num[0] = true
+        owner[:true] = rows
+        owner[true:padded_tokens] = self.max_reqs
+        kv_lens[:true] = positions
+        kv_lens[:true] += 1
+        kv_lens[true:padded_tokens] = 0
+        starts[0] = 0
+        np.cumsum(batch.query_lens, out=starts[1 : reqs + 1])
+        starts[reqs + 1 :] = true
+        seqs[:reqs] = batch.seq_lens
+        seqs[reqs:] = 0
+        used = self._table_start
+        if batch.block_tables is not None and batch.slot_mapping is not None:
+            slots[:true] = batch.slot_mapping
+            slots[true:padded_tokens] = 0
+            width = min(batch.block_tables.shape[1], self._width)
+            tables[:reqs, :width] = batch.block_tables[:, :width]
+            used += reqs * self._width
+        if self._pinned:
+            self._device[:used].copy_(self._pinned[turn][:used], non_blocking=True)
+            self._events[turn].record()
+            self._turn = (turn + 1) % self.RING
+
+    def context(
+        self,
+        batch: CheckedBatch,
+        padded_tokens: int,
+        attention: AttentionBackend | None,
+        uniform_query_len: int | None = None,
+    ) -> ForwardContext:
+        """Return the context of a step whose metadata has been filled in."""
+        return ForwardContext(
+            padded_tokens=padded_tokens,
+            num_tokens=batch.num_tokens,
+            query_lens=batch.query_lens,
+            seq_lens_host=batch.seq_lens,
+            slot_mapping=self.slot_mapping,
+            token_to_req=self.token_to_req,
+            kv_lens=self.kv_lens,
+            block_tables=self.block_tables,
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            num_tokens_tensor=self.num_tokens,
+            attention=attention,
+            extras=batch.extras,
+            uniform_query_len=uniform_query_len,
+        )

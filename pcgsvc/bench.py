@@ -1,0 +1,108 @@
+"""Timing of captured entries, regions and boundaries apart, against plain execution.
+
+In: a built runner. Out: one row per (mode, size) in the report's form. Times are microseconds; host
+time is until everything is enqueued, step time is per step of a back-to-back run. Knows nothing of
+how entries were captured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pcgsvc.graphs.session import Entry
+from pcgsvc.ops.context import use_context
+from pcgsvc.runner import Runner
+from pcgsvc.samples import Samples
+
+
+def bench_entries(
+    runner: Runner,
+    samples: Samples,
+    *,
+    repeats: int,
+    on_entry: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Time every captured entry and the module on the same inputs.
+
+    Returns:
+        Per entry: host_us (enqueue), step_us, plain_us (the module), region_us and boundary_us
+        (only such steps of it), and a verdict on what bounds it.
+    """
+    parts, rows = runner.parts, []
+    with runner.lock, torch.no_grad():
+        for (mode, descriptor), entry in parts.table.entries.items():
+            size = descriptor.num_tokens
+            batch = samples.batch(size, uniform=descriptor.uniform)
+            with runner.on_stream():
+                parts.workspace.load(samples.inputs(size), size, size)
+                query_len = parts.config.capture.uniform_query_len if descriptor.uniform else None
+                with use_context(parts.workspace.context(batch, size, query_len)):
+                    row = _time_entry(runner, entry, size, repeats)
+            rows.append({"mode": mode.value, "size": size, "uniform": descriptor.uniform, **row})
+            on_entry()
+    return rows
+
+
+def _time_entry(runner: Runner, entry: Entry, size: int, repeats: int) -> dict[str, Any]:
+    views = runner.parts.workspace.views(size)
+    sync = _synchronise if runner.parts.workspace.stream is not None else _nothing
+    pairs = list(zip(entry.steps, entry.is_region, strict=True))
+    regions = [s for s, is_region in pairs if is_region]
+    boundaries = [s for s, is_region in pairs if not is_region]
+    host, step = time_calls(entry.steps, sync, repeats)
+    _, region = time_calls(regions, sync, repeats)
+    _, boundary = time_calls(boundaries, sync, repeats)
+    _, plain = time_calls([lambda: runner.run_module(views)], sync, repeats)
+    return {
+        "host_us": host,
+        "step_us": step,
+        "plain_us": plain,
+        "region_us": region,
+        "boundary_us": boundary,
+        "verdict": _verdict(host, step, region, boundary),
+    }
+
+
+def time_calls(
+    calls: Sequence[Callable[[], Any]], sync: Callable[[], None], repeats: int
+) -> tuple[float, float]:
+    """Return (median host time, mean time per run back to back) of calling all, in µs."""
+    if not calls:
+        return 0.0, 0.0
+    hosts = []
+    for call in calls:
+        call()
+    sync()
+    for _ in range(repeats):
+        started = time.perf_counter()
+        for call in calls:
+            call()
+        hosts.append(time.perf_counter() - started)
+        sync()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        for call in calls:
+            call()
+    sync()
+    total = time.perf_counter() - started
+    return 1e6 * statistics.median(hosts), 1e6 * total / repeats
+
+
+def _verdict(host: float, step: float, region: float, boundary: float) -> str:
+    """Say what a step's time goes into."""
+    if boundary > region:
+        return "boundary-bound"
+    return "launch-bound" if host >= 0.9 * step else "compute-bound"
+
+
+def _synchronise() -> None:
+    torch.cuda.synchronize()
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,87 @@
+"""`compiler=inductor`: a piece as one artifact of Inductor.
+
+In: a piece. Out: a callable artifact, and bytes that give it back (they hold a pickle of torch's:
+load only what is trusted). Knows nothing of capture or the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.errors import CompileError
+from pcgsvc.partition.pieces import Piece, graph_module
+
+
+class InductorPiece:
+    """A compiled piece. On the CPU its kernels are C++ that no dispatch mode sees."""
+
+    opaque = True
+
+    def __init__(self, artifact: Any, num_outputs: int) -> None:
+        self._artifact = artifact
+        self._num_outputs = num_outputs
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """Run the piece."""
+        results: Sequence[Any] = self._artifact(*args)
+        return results[: self._num_outputs]
+
+    def to_bytes(self) -> bytes:
+        """Return the artifact's serialised form."""
+        return torch_private.inductor_serialize(self._artifact)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, num_outputs: int) -> InductorPiece:
+        """Load an artifact that is trusted."""
+        return cls(torch_private.inductor_deserialize(data), num_outputs)
+
+
+def compile_piece(
+    piece: Piece, options: dict[str, Any], dump_path: Path | None = None
+) -> InductorPiece:
+    """Compile one region.
+
+    Args:
+        piece: a region; its nodes carry Dynamo's fake values.
+        options: Inductor options by name.
+        dump_path: file that gets the source that Inductor generated.
+
+    Raises:
+        CompileError: Inductor refused the piece; its message names the piece.
+    """
+    module = graph_module(piece)
+    if not piece.outputs:
+        _add_output(module)
+    inputs = [n.meta["example_value"] for n in module.graph.nodes if n.op == "placeholder"]
+    try:
+        with torch.no_grad():
+            artifact = torch_private.inductor_compile(module, inputs, _options(options))
+    except Exception as error:
+        raise CompileError(
+            f"{piece.name}: inductor cannot compile it ({type(error).__name__}: {error}). "
+            "compiler=eager runs it as it is."
+        ) from error
+    if dump_path is not None:
+        dump_path.write_text(torch_private.inductor_source(artifact))
+    return InductorPiece(artifact, len(piece.outputs))
+
+
+def _add_output(module: torch.fx.GraphModule) -> None:
+    """Give a piece that only writes a result: Inductor wants at least one."""
+    output = next(n for n in module.graph.nodes if n.op == "output")
+    with module.graph.inserting_before(output):
+        output.args = ((module.graph.call_function(torch.empty, (0,)),),)
+    module.recompile()
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    # Graphs are captured by our own session; Inductor's trees under it would only cost time.
+    # A precompiled header makes the first C++ compile take twice as long, and needs the compiler
+    # even to load an artifact.
+    ours = {"triton.cudagraphs": False, "cpp_cache_precompile_headers": False}
+    return {"config_patches": {**ours, **given}}

@@ -1,0 +1,175 @@
+"""One stored entry as bytes that prove themselves: header, payload, length, digest.
+
+In: an `Entry`. Out: bytes, and back; anything else than what was written raises `DamagedError`,
+which names its cause. Knows nothing of where the bytes lie.
+
+Layout, little-endian: magic (8 bytes), format version (u32), header length (u32), payload length
+(u64), sha256 of all the rest (32 bytes), header (JSON), payload. The header names kind and key, so
+that a sound envelope under the wrong key is found out as well.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pcgsvc.errors import CacheError
+
+MAGIC = b"PCGSTORE"
+FORMAT_VERSION = 1
+_PREFIX = struct.Struct("<8sIIQ32s")
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+class Kind(enum.Enum):
+    """What an entry is: a program's manifest, or a piece that programs share."""
+
+    PROGRAM = "program"
+    PIECE = "piece"
+
+
+class MissError(Exception):
+    """Why there is no usable entry; `str()` of it is the cause."""
+
+
+class AbsentError(MissError):
+    """Nothing is stored under the key."""
+
+
+class DamagedError(MissError):
+    """Something is stored, and it is not what was written.
+
+    Args:
+        cause: as it is logged.
+        raw: the bytes that were found, for the quarantine.
+    """
+
+    def __init__(self, cause: str, raw: bytes = b"") -> None:
+        super().__init__(cause)
+        self.raw = raw
+
+
+class DatabaseDamagedError(MissError):
+    """The database itself is damaged; where it was ours to write, it has been put aside."""
+
+
+class UnavailableError(MissError):
+    """The store cannot be read just now; that says nothing of the entry."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What is stored under one key."""
+
+    kind: Kind
+    key: str
+    """Hex sha256 over the facts."""
+    payload: bytes
+    """Never empty."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the key was made of: JSON types."""
+    pieces: tuple[str, ...] = ()
+    """Keys of the pieces that a program needs."""
+    created: float = 0.0
+    """Seconds since the epoch."""
+
+
+def check_key(key: str) -> str:
+    """Return `key`.
+
+    Raises:
+        CacheError: it is not the hex form of a sha256 (64 lower-case digits).
+    """
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise CacheError(f"cache key: got {key!r}; a key is a sha256 as 64 lower-case hex digits.")
+    return key
+
+
+def encode(entry: Entry) -> bytes:
+    """Return the envelope of `entry`.
+
+    Raises:
+        CacheError: a malformed key, an empty payload, or facts that JSON cannot hold.
+    """
+    for key in (entry.key, *entry.pieces):
+        check_key(key)
+    if not entry.payload:
+        raise CacheError(f"{entry.kind.value} {entry.key[:12]}: its payload is empty; store bytes.")
+    about = {
+        "kind": entry.kind.value,
+        "key": entry.key,
+        "created": entry.created,
+        "pieces": list(entry.pieces),
+        "facts": dict(entry.facts),
+    }
+    try:
+        header = json.dumps(about, sort_keys=True, indent=1, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise CacheError(
+            f"{entry.kind.value} {entry.key[:12]}: its facts are no JSON ({error}); "
+            "use text, numbers, booleans, None, lists and dicts with text keys."
+        ) from error
+    lengths = (FORMAT_VERSION, len(header), len(entry.payload))
+    prefix = _PREFIX.pack(MAGIC, *lengths, _digest(lengths, header, entry.payload))
+    return b"".join((prefix, header, entry.payload))
+
+
+def decode(raw: bytes, kind: Kind, key: str) -> Entry:
+    """Return the entry in `raw`, which must be the one of `kind` and `key`.
+
+    Raises:
+        DamagedError: named by what is wrong.
+    """
+    if not raw:
+        raise DamagedError("empty entry")
+    if len(raw) < _PREFIX.size:
+        raise DamagedError(f"truncated: {len(raw)} bytes, the prefix alone has {_PREFIX.size}", raw)
+    magic, version, num_header, num_payload, digest = _PREFIX.unpack_from(raw)
+    if magic != MAGIC:
+        raise DamagedError("foreign bytes: no envelope of pcgsvc", raw)
+    if version != FORMAT_VERSION:
+        raise DamagedError(f"format version {version}, this pcgsvc reads {FORMAT_VERSION}", raw)
+    expected = _PREFIX.size + num_header + num_payload
+    if len(raw) != expected:
+        word = "truncated" if len(raw) < expected else "too long"
+        raise DamagedError(f"{word}: {len(raw)} bytes, the envelope says {expected}", raw)
+    view = memoryview(raw)[_PREFIX.size :]
+    header, payload = view[:num_header], view[num_header:]
+    if _digest((version, num_header, num_payload), header, payload) != digest:
+        raise DamagedError("digest mismatch", raw)
+    return _entry(bytes(header), bytes(payload), kind, key)
+
+
+def _entry(header: bytes, payload: bytes, kind: Kind, key: str) -> Entry:
+    """Read a header whose digest matched."""
+    try:
+        about = json.loads(header)
+        entry = Entry(
+            kind=Kind(about["kind"]),
+            key=check_key(about["key"]),
+            payload=payload,
+            facts=dict(about["facts"]),
+            pieces=tuple(check_key(piece) for piece in about["pieces"]),
+            created=float(about["created"]),
+        )
+    except (ValueError, TypeError, KeyError, CacheError) as error:
+        raise DamagedError(f"header unreadable: {error}", header + payload) from error
+    if not payload:
+        raise DamagedError("empty payload", header)
+    if (entry.kind, entry.key) != (kind, key):
+        other = f"{entry.kind.value} {entry.key[:12]}"
+        raise DamagedError(f"entry of another key: {other}", header + payload)
+    return entry
+
+
+def _digest(lengths: tuple[int, int, int], *parts: bytes | memoryview) -> bytes:
+    digest = hashlib.sha256(struct.pack("<8sIIQ", MAGIC, *lengths))
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

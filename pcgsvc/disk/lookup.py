@@ -1,0 +1,62 @@
+"""What goes into the store and what comes out of it, as plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What was found under a key."""
+
+    value: bytes | None
+    miss: str | None = None
+    """Why there is no value, in words: `absent`, `digest mismatch`, …"""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    pieces: tuple[str, ...] = ()
+    """Keys of the pieces that a program needs."""
+
+    @property
+    def hit(self) -> bool:
+        """Whether there is a value."""
+        return self.value is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a builder hands over to be stored."""
+
+    value: bytes
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    pieces: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What `Store.get_or_build` came to."""
+
+    value: bytes
+    facts: Mapping[str, Any]
+    pieces: tuple[str, ...]
+    miss: str | None
+    """Why it was built; None: it was loaded."""
+    stored: bool
+    """Whether it lies in the store now."""
+
+    @property
+    def built(self) -> bool:
+        """Whether this call built it."""
+        return self.miss is not None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a store did since it was opened."""
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    miss_reasons: list[str] = field(default_factory=list)
+    """One per miss: `piece 0123456789ab: digest mismatch`."""

@@ -1,0 +1,215 @@
+"""Who uses an entry, when it was last used, and what goes when there is too much.
+
+In: kind and key. Out: pins, times, and the entries dropped. Knows nothing of what entries hold
+beyond the list of pieces that a program needs.
+
+One empty file per entry does both: a process that uses the entry holds a shared flock on it (so a
+killed process uses nothing), and a program's last use is the file's modification time, which costs
+a hit one system call rather than a write to the database.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+from collections import Counter
+from pathlib import Path
+
+from pcgsvc.disk.bytes_disk import row_name
+from pcgsvc.disk.envelope import Entry, Kind, MissError, UnavailableError
+from pcgsvc.disk.file_lock import Held, acquire
+from pcgsvc.disk.reader import Record
+from pcgsvc.disk.table import Table, WriteError
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 5.0
+"""How long a user waits for an evictor, which takes milliseconds per entry."""
+
+
+class Pins:
+    """The entries that this process uses. Safe from any thread.
+
+    Args:
+        folder: made, 0700, when the first pin is.
+        writable: otherwise only pins that are there already are held, and no time is recorded.
+    """
+
+    def __init__(self, folder: Path, *, writable: bool) -> None:
+        self._folder = folder
+        self._writable = writable
+        self._held: dict[Path, Held] = {}
+        self._mutex = threading.Lock()
+
+    def hold(self, kind: Kind, key: str, *, create: bool) -> None:
+        """Mark an entry as used by this process until `close` or `release`.
+
+        Args:
+            kind: of the entry.
+            key: of the entry.
+            create: make the pin if nobody has; only for an entry that is there.
+        """
+        path = self._path(kind, key)
+        with self._mutex:
+            old = self._held.get(path)
+            if old is not None and old.is_current():
+                return
+            held = None
+            with contextlib.suppress(OSError):  # an entry without a pin can be evicted, no more
+                if create and self._writable:
+                    self._folder.mkdir(mode=0o700, exist_ok=True)
+                held = acquire(
+                    path, shared=True, timeout_s=_WAIT_S, create=create and self._writable
+                )
+            if old is not None:
+                del self._held[path]
+                old.release()
+            if held is not None:
+                self._held[path] = held
+
+    def touch(self, kind: Kind, key: str) -> None:
+        """Record a use just now."""
+        if self._writable:
+            with contextlib.suppress(OSError):
+                os.utime(self._path(kind, key))
+
+    def last_use(self, record: Record) -> float:
+        """Return when an entry was last used, in seconds since the epoch."""
+        try:
+            return self._path(record.kind, record.key).stat().st_mtime
+        except OSError:
+            return record.stored
+
+    def claim(self, kind: Kind, key: str) -> Held | None:
+        """Return the right to drop an entry, or None if any process uses it, this one included.
+
+        Release it with `unlink=True` when the entry is gone.
+        """
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            return acquire(self._path(kind, key))
+        except OSError:
+            return None
+
+    def release(self, kind: Kind, key: str) -> None:
+        """Give up one pin."""
+        with self._mutex:
+            held = self._held.pop(self._path(kind, key), None)
+            if held is not None:
+                held.release()
+
+    def abandon(self, kind: Kind, key: str) -> None:
+        """Give up one pin, and delete it unless another process uses it: the entry is gone."""
+        self.release(kind, key)
+        with contextlib.suppress(OSError):
+            held = acquire(self._path(kind, key), create=False)
+            if held is not None:
+                held.release(unlink=True)
+
+    def close(self) -> None:
+        """Give up all pins; twice is fine."""
+        with self._mutex:
+            for held in self._held.values():
+                held.release()
+            self._held.clear()
+
+    def clear(self) -> None:
+        """Forget who uses what, other processes included: there is nothing left to use."""
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _path(self, kind: Kind, key: str) -> Path:
+        return self._folder / row_name(kind, key)
+
+
+def enforce_budget(table: Table, pins: Pins, max_bytes: int) -> int:
+    """Drop whole programs, least recently used first, until the rest fits.
+
+    Pieces that no program lists go first (their builder died before it wrote the program), pieces
+    that no remaining program lists go with the last one. What any process uses stays.
+
+    Args:
+        table: where the entries lie.
+        pins: who uses them.
+        max_bytes: the budget, in bytes of envelopes.
+
+    Returns:
+        How many bytes were dropped.
+    """
+    try:
+        held = acquire(table.data / "evict.lock")
+        if held is None:
+            return 0  # another process is at it, or an import wants nothing to go
+        with held:
+            return _Eviction(table, pins, max_bytes).run()
+    except (MissError, WriteError, OSError) as error:
+        logger.warning("cache: cannot bring it below %d bytes: %s", max_bytes, error)
+        return 0
+
+
+class _Eviction:
+    """One pass over all entries."""
+
+    def __init__(self, table: Table, pins: Pins, max_bytes: int) -> None:
+        self._table = table
+        self._pins = pins
+        self._max_bytes = max_bytes
+        records = table.listing().records
+        self._sizes = {(record.kind, record.key): record.size for record in records}
+        self._programs = [record for record in records if record.kind is Kind.PROGRAM]
+        self._before = self._total = sum(self._sizes.values())
+
+    def run(self) -> int:
+        if self._total <= self._max_bytes:
+            return 0
+        programs = [entry for record in self._by_last_use() if (entry := self._read(record))]
+        users = Counter(piece for program in programs for piece in set(program.pieces))
+        for kind, key in list(self._sizes):
+            if kind is Kind.PIECE and not users[key]:
+                self._drop(kind, key)
+        for program in programs:
+            if self._total <= self._max_bytes:
+                break
+            if not self._drop(Kind.PROGRAM, program.key):
+                continue
+            users.subtract(set(program.pieces))
+            for piece in set(program.pieces):
+                if not users[piece]:
+                    self._drop(Kind.PIECE, piece)
+        if self._total > self._max_bytes:
+            logger.warning(
+                "cache: %d bytes, over its budget of %d: what is left is in use",
+                self._total,
+                self._max_bytes,
+            )
+        return self._before - self._total
+
+    def _by_last_use(self) -> list[Record]:
+        return sorted(self._programs, key=self._pins.last_use)
+
+    def _read(self, record: Record) -> Entry | None:
+        try:
+            return self._table.read(record.kind, record.key)
+        except UnavailableError:
+            raise  # its pieces are unknown, so no piece may go
+        except MissError:
+            self._total -= self._sizes.pop(
+                (record.kind, record.key), 0
+            )  # damaged, and dropped for that
+            return None
+
+    def _drop(self, kind: Kind, key: str) -> bool:
+        size = self._sizes.get((kind, key))
+        claim = self._pins.claim(kind, key) if size is not None else None
+        if size is None or claim is None:
+            return False
+        with claim:
+            self._table.delete(kind, key)
+            claim.release(unlink=True)
+        del self._sizes[kind, key]
+        self._total -= size
+        logger.info("cache: dropped %s %s, %d bytes, for the budget", kind.value, key[:12], size)
+        return True

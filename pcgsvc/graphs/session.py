@@ -1,0 +1,226 @@
+"""The capture session: runs a program once and records it as replay steps.
+
+In: a program's calls, as an executor. Out: an `Entry`: a flat tuple of zero-argument callables.
+Knows nothing of how a segment is captured (that is the engine's), of dispatch, or of disks.
+
+A session captures a segment. When a splitting op is met it ends the segment, has the engine execute
+it (kernels do not run while they are captured), runs the op eagerly, records the op with its bound
+arguments as a step, and goes on with the next segment. So the capture run is a true run, and no op
+ever sees what has not been computed. FULL is the same session with breaks off: one segment.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pcgsvc.errors import CaptureError
+from pcgsvc.ops.context import ForwardContext
+from pcgsvc.program import BoundCall, CompiledPiece, padded_tensors, zero_padding
+
+Step = Callable[[], Any]
+
+
+class Engine(Protocol):
+    """What captures and executes segments."""
+
+    name: str
+
+    def begin(self) -> None:
+        """Start capturing a segment."""
+
+    def end(self) -> Step | None:
+        """End the segment, execute it exactly once, and return what replays it (None: empty)."""
+
+    def abort(self) -> None:
+        """Leave a segment that failed, with nothing captured and nothing kept."""
+
+    def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
+        """Run a compiled piece inside the segment."""
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor over the same memory, to be bound to a step.
+
+        It owns the memory unless a segment allocated it: every replay rewrites that before
+        anything reads it, and letting go of it lets the pool reuse it.
+        """
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """One captured (mode, size): calling every step in order is one forward."""
+
+    steps: tuple[Step, ...]
+    names: tuple[str, ...]
+    """Per step: its piece's name."""
+    is_region: tuple[bool, ...]
+    """Per step: a captured segment, or a splitting op."""
+    outputs: list[torch.Tensor]
+    """The graph's results; they alias memory that any later replay of the runner overwrites."""
+    boundaries: tuple[str, ...]
+    """Splitting ops hit, in order."""
+    keep: list[Any] = field(default_factory=list)
+    """What must outlive the steps."""
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured segments."""
+        return sum(self.is_region)
+
+
+class Session:
+    """Executes a program while capturing it. Used once, by one thread."""
+
+    def __init__(self, engine: Engine, context: ForwardContext, *, breaks: bool) -> None:
+        self._engine = engine
+        self._context = context
+        self._breaks = breaks
+        self._steps: list[tuple[str, bool, Step]] = []
+        self._boundaries: list[str] = []
+        self._keep: list[Any] = []
+        self._open: list[str] = []
+        """Names of the pieces in the open segment; empty when none is open."""
+
+    # -- Executor --
+
+    def region(self, name: str, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
+        """Run a region inside the current segment."""
+        self._begin(name)
+        return self._engine.run_piece(piece, args)
+
+    def splitting(self, call: BoundCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Break the segment at a splitting op, or capture the op when breaks are off."""
+        name = call.call.splitting or call.call.row[1]
+        self._boundaries.append(name)
+        if not self._breaks:
+            self._begin(name)
+            result = call.kernel(*args, **kwargs)
+            self._mask_padding(padded_tensors(call, args, kwargs, result))
+            return result
+        self._end()
+        result = call.kernel(*args, **kwargs)
+        padded = padded_tensors(call, args, kwargs, result)
+        zero_padding(padded)
+        result, step = self._bind(call, args, kwargs, result, padded)
+        self._steps.append((name, False, step))
+        return result
+
+    def finish(self, outputs: Sequence[Any]) -> Entry:
+        """End the last segment and return the entry."""
+        self._end()
+        held = [self._engine.hold(t) for t in outputs]
+        return Entry(
+            steps=tuple(s for _, _, s in self._steps),
+            names=tuple(n for n, _, _ in self._steps),
+            is_region=tuple(r for _, r, _ in self._steps),
+            outputs=held,
+            boundaries=tuple(self._boundaries),
+            keep=self._keep,
+        )
+
+    def abort(self) -> None:
+        """Leave the open segment, if any; the session cannot be used any more."""
+        if self._open:
+            self._context.in_segment = False
+            self._open = []
+            self._engine.abort()
+        self._steps.clear()
+        self._keep.clear()
+
+    # -- segments --
+
+    def _begin(self, name: str) -> None:
+        if not self._open:
+            self._engine.begin()
+            self._context.in_segment = True
+        self._open.append(name)
+
+    def _end(self) -> None:
+        if not self._open:
+            return
+        name = "+".join(self._open) if len(self._open) <= 2 else f"{self._open[0]}…{self._open[-1]}"
+        self._context.in_segment = False
+        self._open = []
+        replay = self._engine.end()
+        if replay is not None:
+            self._steps.append((name, True, replay))
+
+    # -- splitting ops --
+
+    def _bind(
+        self,
+        call: BoundCall,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+        padded: list[torch.Tensor],
+    ) -> tuple[Any, Step]:
+        """Return the op's result as later pieces may see it, and the step that recomputes it."""
+
+        def hold(value: Any) -> Any:
+            return self._engine.hold(value) if isinstance(value, torch.Tensor) else value
+
+        held_args = pytree.tree_map(hold, args)
+        held_kwargs = pytree.tree_map(hold, kwargs)
+        run = functools.partial(call.kernel, *held_args, **held_kwargs)
+        fresh = _fresh_tensors(result, [*args, *kwargs.values()])
+        if fresh:
+            # A functional op gives new memory each time; the next segment needs a fixed address.
+            bridges = [t.clone() for t in fresh]
+            self._keep += bridges
+            swap = {id(t): b for t, b in zip(fresh, bridges, strict=True)}
+            result = pytree.tree_map(lambda t: swap.get(id(t), t), result)
+            return result, _bridged(run, bridges, call)
+        if padded:
+            return result, _zeroing(run, [hold(t) for t in padded])
+        return result, run
+
+    def _mask_padding(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Zero padding rows with device values only, as a captured segment must."""
+        for tensor in tensors:
+            rows = torch.arange(tensor.shape[0], device=tensor.device)
+            padding = rows >= self._context.num_tokens_tensor
+            tensor.masked_fill_(padding.view(-1, *([1] * (tensor.dim() - 1))), 0)
+
+
+def _fresh_tensors(result: Any, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors of `result` that share no memory with the op's inputs."""
+    known = {
+        t.untyped_storage().data_ptr() for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)
+    }
+    return [
+        t
+        for t in pytree.tree_leaves(result)
+        if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known
+    ]
+
+
+def _bridged(run: Step, bridges: list[torch.Tensor], call: BoundCall) -> Step:
+    rows = call.call.row_result
+
+    def step() -> None:
+        fresh = [t for t in pytree.tree_leaves(run()) if isinstance(t, torch.Tensor)]
+        for bridge, tensor in zip(bridges, fresh, strict=True):
+            if bridge.shape != tensor.shape:
+                raise CaptureError(
+                    f"{call.call.splitting}: gave shape {tuple(tensor.shape)}, at capture it gave "
+                    f"{tuple(bridge.shape)}; a splitting op between graphs must keep its shape."
+                )
+            bridge.copy_(tensor)
+        if rows:
+            zero_padding(bridges)
+
+    return step
+
+
+def _zeroing(run: Step, tensors: list[torch.Tensor]) -> Step:
+    def step() -> None:
+        run()
+        zero_padding(tensors)
+
+    return step

@@ -1,0 +1,114 @@
+"""The jobs of the command line, as functions of a config.
+
+In: a validated config. Out: a report, and what a person reads. Knows nothing of Hydra.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pcgsvc.bench import bench_entries
+from pcgsvc.config import Config, Job
+from pcgsvc.errors import ConfigError, VerifyError
+from pcgsvc.generate import generate_ids
+from pcgsvc.pipeline import build_from_config, prepare_from_config
+from pcgsvc.report.progress import progress_for
+from pcgsvc.report.report import plan_report, write_report
+from pcgsvc.report.tables import Console, console, show_report, show_text
+from pcgsvc.runner import Runner
+from pcgsvc.samples import Samples
+from pcgsvc.verify import verify
+
+logger = logging.getLogger(__name__)
+
+
+def run_job(config: Config, report_path: Path) -> dict[str, Any]:
+    """Do `config.job`, print what it found, and write the report.
+
+    Raises:
+        VerifyError: a replay differs from plain execution; the report is written all the same.
+    """
+    jobs: dict[Job, Callable[[Config, Path, Console], dict[str, Any]]] = {
+        Job.RUN: _run,
+        Job.PLAN: _plan,
+        Job.COMPILE: _compile,
+    }
+    return jobs[config.job](config, report_path, console())
+
+
+def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    report = plan_report(prepare_from_config(config, compile_pieces=False))
+    return _finish(report, report_path, out)
+
+
+def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    report = plan_report(prepare_from_config(config, compile_pieces=True))
+    return _finish(report, report_path, out)
+
+
+def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    """Build, verify every entry, time it, continue the prompt, report."""
+    config.capture.self_check = False  # verification below is the same check and more
+    with progress_for(out) as progress, build_from_config(config, progress) as runner:
+        parts = runner.parts
+        samples = Samples(
+            parts.workspace,
+            parts.make_inputs,
+            seed=config.seed + 1,
+            query_len=parts.config.capture.uniform_query_len,
+        )
+        report = runner.report
+        entries = len(parts.table.entries)
+        progress.start("verify", entries)
+        report["verify"] = verify(
+            runner, samples, seed=random.Random(config.seed).getrandbits(32),
+            on_entry=progress.advance,
+        )
+        progress.stop()
+        report["bench"] = []
+        if config.bench.enabled:
+            progress.start("bench", entries)
+            report["bench"] = bench_entries(
+                runner, samples, repeats=config.bench.repeats, on_entry=progress.advance
+            )
+            progress.stop()
+        text = _continue_prompt(runner, config) if config.prompt is not None else None
+        report["dispatch"] = runner.stats()
+    _finish(report, report_path, out)
+    if text is not None:
+        show_text(out, str(config.prompt), text)
+    wrong = [row for row in report["verify"] if not row["ok"]]
+    if wrong:
+        raise VerifyError(
+            "replay differs from plain execution: "
+            + "; ".join(
+                f"{r['mode']} size {r['size']}: {r['max_rel_err']:.3g} (tolerance "
+                f"{r['tolerance']:.3g}), true rows {r['max_rel_err_true']:.3g} (tolerance "
+                f"{r['tolerance_true']:.3g})"
+                for r in wrong
+            )
+        )
+    return report
+
+
+def _continue_prompt(runner: Runner, config: Config) -> str:
+    tokenizer = runner.parts.tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            f"prompt: model={config.model.name} has no tokenizer; use model=smollm2, or leave the "
+            "prompt out."
+        )
+    ids = tokenizer.encode_chat(str(config.prompt))
+    (out,) = generate_ids(runner, [ids], config.max_new_tokens, end_ids=tokenizer.eos_token_ids)
+    return str(tokenizer.decode(out))
+
+
+def _finish(report: dict[str, Any], path: Path, out: Console) -> dict[str, Any]:
+    write_report(report, path)
+    show_report(out, report)
+    logger.info("report: %s", path)
+    return report

@@ -1,0 +1,161 @@
+"""The model families by name, and the one door to them.
+
+In: a `Config`. Out: a `ModelBundle`. Knows nothing of tracing or graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from pcgsvc.config import Config, ModelConfig
+from pcgsvc.errors import ConfigError, near
+from pcgsvc.models import smollm2, two_regions
+from pcgsvc.models.base import ModelBundle, Tokenizer
+from pcgsvc.models.checkpoint import Checkpoint, check_explicit, load_weights, open_checkpoint
+from pcgsvc.models.llama import Llama, initialize
+from pcgsvc.models.llama_dims import LlamaDims, preset_dims
+from pcgsvc.models.tokenizer import GgufTokenizer, unsupported
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One entry of the table."""
+
+    settings: frozenset[str]
+    """The `model.*` settings that it reads, `name` aside."""
+    validate: Callable[[Config], object]
+    """Checks what the settings say, without building anything."""
+    build: Callable[[Config, torch.device, torch.dtype], ModelBundle]
+
+
+def families() -> dict[str, Family]:
+    """Return the model families by the name that `model=` takes."""
+    every = frozenset(f.name for f in fields(ModelConfig)) - {"name"}
+    return {
+        "llama": Family(every, _open_llama, _build_llama),
+        "smollm2": Family(every, _open_smollm2, _build_smollm2),
+        "two_regions": Family(frozenset({"hidden_size"}), two_regions.validate, two_regions.build),
+    }
+
+
+def validate_model(config: Config) -> None:
+    """Check everything about the model that can be judged without building it.
+
+    That is: the family, which settings it reads, presets and dimensions, and a checkpoint's
+    existence, architecture, completeness and agreement with explicit dimensions.
+
+    Raises:
+        ConfigError: naming the setting, what was got and what to do.
+    """
+    _find_family(config.model).validate(config)
+
+
+def build_model(config: Config, *, device: torch.device, dtype: torch.dtype) -> ModelBundle:
+    """Build the model of `config.model`; see `ModelBundle` for its state.
+
+    Random weights come from `config.seed`.
+
+    Raises:
+        ConfigError: as `validate_model`.
+    """
+    bundle = _find_family(config.model).build(config, device, dtype)
+    bundle.module.eval().requires_grad_(False)
+    return bundle
+
+
+def _find_family(model: ModelConfig) -> Family:
+    table = families()
+    family = table.get(model.name)
+    if family is None:
+        raise ConfigError(
+            f"model: got {model.name!r}{near(model.name, table) or '.'} "
+            f"Choices: {', '.join(table)}."
+        )
+    unset = ModelConfig()
+    for f in fields(ModelConfig):
+        value = getattr(model, f.name)
+        if f.name in family.settings | {"name"} or value == getattr(unset, f.name):
+            continue
+        raise ConfigError(
+            f"model.{f.name}: got {value!r}, but model={model.name} does not read it. "
+            f"It reads: {', '.join('model.' + name for name in sorted(family.settings))}."
+        )
+    return family
+
+
+# ---- language models -----------------------------------------------------------------------------
+
+
+def _open_llama(config: Config) -> LlamaDims | Checkpoint:
+    """Return the preset's dimensions, or the checkpoint that `model.weights` names."""
+    model = config.model
+    return preset_dims(model) if model.weights is None else _open(model, model.weights)
+
+
+def _open_smollm2(config: Config) -> Checkpoint:
+    checkpoint = _open(config.model, smollm2.find_weights(config.model))
+    reason = unsupported(checkpoint.metadata)
+    if reason is not None:
+        raise ConfigError(
+            f"model.weights: '{checkpoint.path}': {reason}; model=smollm2 needs a tokenizer, "
+            "model=llama does without."
+        )
+    return checkpoint
+
+
+def _open(model: ModelConfig, weights: str | Path) -> Checkpoint:
+    checkpoint = open_checkpoint(weights)
+    check_explicit(model, checkpoint)
+    return checkpoint
+
+
+def _build_llama(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
+    source = _open_llama(config)
+    if isinstance(source, LlamaDims):
+        module = Llama(source, device=device, dtype=dtype)
+        initialize(module, config.seed)
+        return _bundle(module, device, None)
+    reason = unsupported(source.metadata)
+    if reason is not None:
+        logger.info("no tokenizer, so prompts cannot be served: %s", reason)
+    return _load(source, device, dtype, GgufTokenizer(source.metadata) if reason is None else None)
+
+
+def _build_smollm2(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
+    checkpoint = _open_smollm2(config)
+    return _load(checkpoint, device, dtype, GgufTokenizer(checkpoint.metadata))
+
+
+def _load(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: Tokenizer | None
+) -> ModelBundle:
+    module = Llama(checkpoint.dims, device=device, dtype=dtype)
+    load_weights(module, checkpoint)
+    return _bundle(module, device, tokenizer)
+
+
+def _bundle(module: Llama, device: torch.device, tokenizer: Tokenizer | None) -> ModelBundle:
+    dims = module.dims
+
+    def make_inputs(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Random tokens at the positions 0, 1, …: one request from its start."""
+        assert rows <= dims.max_position, f"{rows} rows exceed max_tokens={dims.max_position}"
+        ids = torch.randint(dims.vocab_size, (rows,), generator=generator, device=generator.device)
+        return {"input_ids": ids.to(device), "positions": torch.arange(rows, device=device)}
+
+    return ModelBundle(
+        module=module,
+        make_inputs=make_inputs,
+        dynamic_dims={"input_ids": 0, "positions": 0},
+        attention=dims.attention_spec(),
+        tokenizer=tokenizer,
+        is_language_model=True,
+        max_tokens=dims.max_position,
+    )

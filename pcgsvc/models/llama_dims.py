@@ -1,0 +1,159 @@
+"""The dimensions of a Llama, its presets, and what the config sets.
+
+In: `ModelConfig`, or a checkpoint's statements. Out: `LlamaDims`. Imports no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pcgsvc.config import ModelConfig
+from pcgsvc.errors import ConfigError, near
+from pcgsvc.ops.attention import AttentionSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaDims:
+    """What decides the module's shape. ConfigError names the `model.<field>` at fault."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    rope_factors: tuple[float, ...] | None = None
+    """[D / 2]: each rotary frequency is divided by its factor; None: as they are."""
+
+    def __post_init__(self) -> None:
+        """Check every range."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("int", "float"):
+                if type(value) not in ((int,) if field.type == "int" else (int, float)):
+                    kind = "a whole number" if field.type == "int" else "a number"
+                    raise ConfigError(f"model.{field.name}: got {value!r}, {kind} is needed.")
+                if not value > 0:
+                    raise ConfigError(f"model.{field.name}: got {value}, more than 0 is needed.")
+        if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ConfigError(
+                f"model.num_kv_heads: got {self.num_kv_heads}, which does not divide "
+                f"model.num_heads={self.num_heads}. Choices: {', '.join(map(str, divisors))}."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim: got {self.head_dim}; rotary embeddings turn pairs, so an even "
+                "number is needed."
+            )
+        if self.rope_factors is not None and len(self.rope_factors) != self.head_dim // 2:
+            raise ConfigError(
+                f"model.head_dim: got {self.head_dim}, which needs {self.head_dim // 2} rotary "
+                f"scaling factors; there are {len(self.rope_factors)}."
+            )
+
+    @classmethod
+    def of_checkpoint(cls, path: Path, **values: Any) -> LlamaDims:
+        """Return the dimensions that a checkpoint states; ConfigError names the checkpoint."""
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(
+                f"model.weights: '{path}' states dimensions that cannot be: {error}"
+            ) from error
+
+    def attention_spec(self) -> AttentionSpec:
+        """Return what the attention backend must know."""
+        return AttentionSpec(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            max_position=self.max_position,
+        )
+
+
+PRESETS: dict[str, LlamaDims] = {
+    "tiny": LlamaDims(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position=256,
+    ),
+    "160m": LlamaDims(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        max_position=2048,
+    ),
+    "1b": LlamaDims(  # Llama 3.2 1B, without the rotary scaling that its checkpoints bring
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        max_position=8192,
+        rope_theta=500000.0,
+        tie_embeddings=True,
+    ),
+    "8b": LlamaDims(  # Llama 3 8B
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=8192,
+        rope_theta=500000.0,
+    ),
+}
+
+
+def explicit_dims(model: ModelConfig) -> dict[str, Any]:
+    """Return the dimensions that the config sets itself, by name."""
+    names = [f.name for f in fields(LlamaDims) if hasattr(model, f.name)]
+    return {name: getattr(model, name) for name in names if getattr(model, name) is not None}
+
+
+def preset_dims(model: ModelConfig) -> LlamaDims:
+    """Return the preset's dimensions, replaced by those that the config sets itself.
+
+    Raises:
+        ConfigError: no such preset, or dimensions that do not go together.
+    """
+    preset = PRESETS.get(model.preset)
+    if preset is None:
+        raise ConfigError(
+            f"model.preset: got {model.preset!r}{near(model.preset, PRESETS) or '.'} "
+            f"Choices: {', '.join(PRESETS)}."
+        )
+    changes = explicit_dims(model)
+    values = asdict(preset) | changes
+    if "head_dim" not in changes and {"hidden_size", "num_heads"} & changes.keys():
+        hidden, heads = values["hidden_size"], values["num_heads"]
+        if heads < 1 or hidden % heads:
+            raise ConfigError(
+                f"model.num_heads: got {heads}, which does not divide model.hidden_size={hidden}; "
+                "set model.head_dim, or change one of the two."
+            )
+        values["head_dim"] = hidden // heads
+    return LlamaDims(**values)

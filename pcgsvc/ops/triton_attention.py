@@ -1,0 +1,354 @@
+"""`attention=triton`: paged attention by Triton kernels, for NVIDIA GPUs.
+
+In: q, k, v of one layer and the context's device tensors. Out: the output rows and the KV cache.
+Knows nothing of models or graphs. The kernels are in `triton_kernels`, imported when a backend is
+made, so that nothing else needs triton; `triton_tuning` cuts launches into programs.
+
+Support ALWAYS: a launch depends on the padded row count, the layer and static maxima alone, so a
+captured call serves every batch of its size. One launch per layer; above
+`Tuning.fused_write_rows` rows, and where requests may share KV inside a step, one more writes the
+cache first. The splits of long sequences are combined by the last program of a tile to finish,
+not by a second launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from pcgsvc.errors import ConfigError
+from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
+from pcgsvc.ops.context import ForwardContext
+from pcgsvc.ops.support import Support
+from pcgsvc.ops.triton_tuning import LaunchPlan, Shape, Tuning, plan_launch, power_of_two
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128
+"""Most query heads of one KV head; they share a tile."""
+_MAX_READY = 8192
+"""Most remembered calls: an eager caller with ever new addresses must not fill the memory."""
+
+_Launch = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+class TritonAttention(AttentionBackend):
+    """See the module docstring.
+
+    Requests have at least one row each. Unless `share_in_step`, no request reads a slot that
+    another request writes in the same step.
+    """
+
+    cudagraph_support = Support.ALWAYS
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        sliding_window: Sequence[int | None] | None = None,
+        softcap: float | None = None,
+        share_in_step: bool = False,
+        tuning: Tuning | None = None,
+    ) -> None:
+        """Check that the kernels serve `spec` on `device`; allocate the cache and the scratch.
+
+        Args:
+            spec: heads and scale.
+            num_blocks: blocks of the cache, the null block included.
+            block_size: tokens per block.
+            device: a CUDA device; the CPU under Triton's interpreter, for tests.
+            dtype: of q, k, v, output and cache: float32 (exact), float16 or bfloat16.
+            sliding_window: per layer, how many keys a row sees at most, itself included; None: all.
+            softcap: scores s become softcap * tanh(s / softcap) in all layers; None: they stay.
+            share_in_step: whether a request may read KV that another request writes in the same
+                step (prefix caching inside one step); costs one more launch per layer.
+            tuning: speed only.
+
+        Raises:
+            ConfigError: no triton, no GPU, or heads, a dtype or options that the kernels lack.
+        """
+        windows = _check(spec, dtype, sliding_window, softcap)
+        device = torch.device(device)
+        self._kernels, self._interpreted = _load_kernels(device)
+        super().__init__(
+            spec, num_blocks=num_blocks, block_size=block_size, device=device, dtype=dtype
+        )
+        self.softcap = softcap
+        self.share_in_step = share_in_step
+        self.tuning = tuning or Tuning()
+        self._windows = windows
+        self._dtype = dtype
+        self._device_index = self.kv_cache[0].device.index  # None: the CPU
+        self._shape = _shape(spec, dtype, self._device_index)
+        self._ready: dict[tuple[Any, ...], list[_Launch]] = {}
+        # Scratch of the splits, once for all layers and sizes: static addresses, outside all pools.
+        rows, floats = self._shape.scratch_rows, {"device": device, "dtype": torch.float32}
+        self._partial = torch.empty((rows, self._shape.head_pad), **floats)
+        self._stats = torch.empty((rows, 2), **floats)
+        self._counters = torch.zeros(
+            self._shape.scratch_programs, device=device, dtype=torch.int32
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+    ) -> None:
+        """See `AttentionBackend.forward`; waits for nothing and allocates nothing."""
+        index = self._device_index
+        if index is not None and torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                return self.forward(q, k, v, output, layer, context)
+        # All that a launch is made from. Triton's own dispatch costs tens of microseconds; over
+        # static buffers all calls of an entry but the first find their launches here.
+        key = (
+            layer,
+            q.shape,
+            context.uniform_query_len,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            output.data_ptr(),
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            output.stride(),
+            self.kv_cache[layer].data_ptr(),
+            context.slot_mapping.data_ptr(),
+            context.token_to_req.data_ptr(),
+            context.kv_lens.data_ptr(),
+            context.block_tables.data_ptr(),
+            context.block_tables.shape,
+            context.query_start_loc.data_ptr(),
+            context.query_start_loc.shape,
+        )
+        ready = self._ready.get(key)
+        if ready is None:
+            ready = self._first_forward(q, k, v, output, layer, context)
+            if len(self._ready) >= _MAX_READY:
+                self._ready.clear()
+            if ready:
+                self._ready[key] = ready
+            return None
+        for run, args in ready:
+            run(*args)
+        return None
+
+    def _first_forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+    ) -> list[_Launch]:
+        """Launch through Triton's dispatch, which compiles; return what repeats the launches."""
+        self._check_tensors(q=q, k=k, v=v, output=output)
+        if q.shape[0] == 0:
+            return []
+        window, table = self._windows[layer], context.block_tables
+        max_keys = table.shape[1] * self.block_size
+        plan = plan_launch(
+            self._shape,
+            self.tuning,
+            rows=q.shape[0],
+            num_reqs=context.query_start_loc.shape[0] - 1,
+            max_keys=min(max_keys, window + q.shape[0]) if window else max_keys,
+            single=context.uniform_query_len == 1,
+            share_in_step=self.share_in_step,
+        )
+        launches = [] if plan.fused_write else [self._write(k, v, layer, context)]
+        launches.append(self._attend(q, k, v, output, layer, context, plan))
+        return [launch for launch in launches if launch is not None]
+
+    def _write(
+        self, k: torch.Tensor, v: torch.Tensor, layer: int, context: ForwardContext
+    ) -> _Launch | None:
+        spec, cache = self.spec, self.kv_cache[layer]
+        args = (
+            k,
+            v,
+            cache,
+            context.slot_mapping,
+            context.kv_lens,
+            cache.stride(0),
+            *k.stride()[:2],
+            *v.stride()[:2],
+            spec.num_kv_heads,
+            power_of_two(spec.num_kv_heads),
+            spec.head_dim,
+            self._shape.head_pad,
+        )
+        return _launch(self._kernels.write_cache, (k.shape[0], 1, 1), args)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+        plan: LaunchPlan,
+    ) -> _Launch | None:
+        spec, shape, cache, tiling = self.spec, self._shape, self.kv_cache[layer], plan.tiling
+        num_reqs = context.query_start_loc.shape[0] - 1
+        args = (
+            q,
+            k,
+            v,
+            output,
+            cache,
+            context.slot_mapping,
+            context.token_to_req,
+            context.kv_lens,
+            context.block_tables,
+            context.query_start_loc,
+            self._partial,
+            self._stats,
+            self._counters,
+            cache.stride(0),
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *output.stride()[:2],
+            context.block_tables.stride(0),
+            num_reqs,
+            q.shape[0],
+            float(spec.scale),
+            float(self.softcap or 0),
+            self._windows[layer],
+            spec.num_kv_heads,
+            shape.group,
+            self.block_size,
+            spec.head_dim,
+            shape.head_pad,
+            tiling.block_m,
+            tiling.block_n,
+            self.tuning.split_keys,
+            plan.single,
+            plan.fused_write,
+            plan.splits > 1,
+            power_of_two(num_reqs + 1),
+            # The interpreter (3.6) multiplies the bits of bfloat16 as if they were integers.
+            self._interpreted and self._dtype is torch.bfloat16,
+        )
+        return _launch(
+            self._kernels.attend,
+            (spec.num_kv_heads, plan.tiles, plan.splits),
+            args,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+
+    def _check_tensors(self, **tensors: torch.Tensor) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dtype is not self._dtype or tensor.stride(2) != 1:
+                raise ConfigError(
+                    f"attention=triton: {name} is {tensor.dtype} with strides {tensor.stride()}; "
+                    f"{self._dtype}, as the KV cache has, and adjacent features are needed. "
+                    "Convert it before pcgsvc::attention, or use attention=paged."
+                )
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], **options: int
+) -> _Launch | None:
+    """Launch; return what launches the same again, or None in the interpreter."""
+    compiled = kernel[grid](*args, **options)
+    if compiled is None:
+        return None
+    # Addresses instead of tensors: the launcher then asks neither Python nor the driver for them,
+    # and remembered launches keep no memory alive.
+    return compiled[grid], tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def _shape(spec: AttentionSpec, dtype: torch.dtype, device_index: int | None) -> Shape:
+    slots, shared_bytes = 32, 256 << 10  # the interpreter: any small device will do
+    if device_index is not None:
+        properties = torch.cuda.get_device_properties(device_index)
+        slots = 2 * properties.multi_processor_count
+        shared_bytes = properties.shared_memory_per_block_optin
+    return Shape(
+        num_kv_heads=spec.num_kv_heads,
+        group=spec.num_heads // spec.num_kv_heads,
+        head_pad=max(16, power_of_two(spec.head_dim)),  # tl.dot needs 16
+        itemsize=dtype.itemsize,
+        slots=slots,
+        shared_bytes=shared_bytes,
+    )
+
+
+def _check(
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    sliding_window: Sequence[int | None] | None,
+    softcap: float | None,
+) -> list[int]:
+    """Return the window of each layer, 0 for none; ConfigError for what the kernels lack."""
+    group, rest = divmod(spec.num_heads, spec.num_kv_heads)
+    windows = list(sliding_window) if sliding_window is not None else [None] * spec.num_layers
+    problems = [
+        (
+            dtype not in (torch.float32, torch.float16, torch.bfloat16),
+            f"dtype {dtype}; float32, float16 or bfloat16 is needed",
+        ),
+        (
+            not 1 <= spec.head_dim <= MAX_HEAD_DIM,
+            f"head_dim {spec.head_dim}; 1 to {MAX_HEAD_DIM} is needed",
+        ),
+        (
+            rest != 0 or group > MAX_GROUP,
+            f"{spec.num_heads} query heads over {spec.num_kv_heads} KV heads; a whole number of at "
+            f"most {MAX_GROUP} query heads per KV head is needed",
+        ),
+        (
+            len(windows) != spec.num_layers or any(w is not None and w < 1 for w in windows),
+            f"sliding_window {windows}; for each of {spec.num_layers} layers None or at least 1 "
+            "key is needed",
+        ),
+        (
+            softcap is not None and softcap <= 0,
+            f"softcap {softcap}; None or a positive number is needed",
+        ),
+    ]
+    for wrong, message in problems:
+        if wrong:
+            raise ConfigError(f"attention=triton: got {message}, or use attention=paged.")
+    return [window or 0 for window in windows]
+
+
+def _load_kernels(device: torch.device) -> tuple[ModuleType, bool]:
+    """Return the kernels and whether Triton's interpreter runs them."""
+    try:
+        import triton
+        from pcgsvc.ops import triton_kernels  # not at the top: optional, and slow to import
+    except ImportError as error:
+        raise ConfigError(
+            "attention: got 'triton', but the package triton cannot be imported "
+            f"({error}). Install it (pip install triton), or use attention=paged."
+        ) from error
+    interpreted = not isinstance(triton_kernels.attend, triton.JITFunction)
+    if device.type == "cuda" and interpreted:
+        raise ConfigError(
+            f"attention: got 'triton' with device={str(device)!r} while TRITON_INTERPRET is set; "
+            "the interpreter runs on the host and cannot be captured. Unset it, or use device=cpu."
+        )
+    if device.type != "cuda" and not interpreted:
+        raise ConfigError(
+            f"attention: got 'triton' with device={str(device)!r}, which is no GPU. Use "
+            "attention=paged or device=cuda; for tests, set TRITON_INTERPRET=1 before triton is "
+            "imported."
+        )
+    return triton_kernels, interpreted

@@ -1,0 +1,289 @@
+"""The program: what runs for one step, as data, without Dynamo and without graphs.
+
+In: a partition and compiled pieces. Out: `Program`, which runs under an executor: directly, or
+inside a capture session. Knows nothing of CUDA graphs or the disk.
+
+Values are numbered: graph inputs first, then what each step computes. Everything but the functions
+is of JSON types, so that a program can be stored and started without tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pcgsvc.errors import CompileError
+from pcgsvc.ops.context import current_context
+from pcgsvc.ops.registry import OpSpec, find_spec
+from pcgsvc.partition.pieces import Kind, Partition
+from pcgsvc.rows import decode, encode_row, find_target, refs
+from pcgsvc.trace import Binding, TracedGraph, mutated_args
+
+
+class CompiledPiece(Protocol):
+    """What a compiler makes of a unique piece."""
+
+    opaque: bool
+    """Whether its kernels are invisible to a recorder that listens to dispatched ops."""
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """Run the piece; results in the order of its document's outputs."""
+
+
+class Executor(Protocol):
+    """How a program's steps are carried out."""
+
+    def region(self, name: str, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
+        """Run a region."""
+
+    def splitting(self, call: BoundCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one splitting op."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One op of a boundary: a splitting op, or an allocation or view beside it."""
+
+    row: list[Any]
+    """As in `pcgsvc.rows`, over the program's value numbers."""
+    out: int
+    """Number of the value it makes."""
+    splitting: str | None
+    """Name of the splitting op; None for inline ops."""
+    row_args: tuple[int, ...] = ()
+    """Value numbers of written tensors whose first dimension is the row count."""
+    row_result: bool = False
+    """Whether the op's result is a tensor whose first dimension is the row count."""
+    text: str = ""
+    """For messages: the user's line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One piece of the program."""
+
+    name: str
+    kind: Kind
+    piece: str | None = None
+    """Regions: hash of the compiled piece."""
+    inputs: tuple[int, ...] = ()
+    """Regions: value numbers of the arguments."""
+    outputs: tuple[int, ...] = ()
+    """Regions: value numbers of the results."""
+    calls: tuple[Call, ...] = ()
+    """Boundaries and inline pieces."""
+    dead: tuple[int, ...] = ()
+    """Values that nobody reads after this step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSpec:
+    """A program without its functions."""
+
+    bindings: tuple[Binding, ...]
+    """What the first values are bound to."""
+    num_values: int
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    """Value numbers of the graph's results."""
+
+
+class BoundCall:
+    """A `Call` with its function found: the op's kernel itself where it is one of ours."""
+
+    __slots__ = ("call", "kernel", "method", "spec")
+
+    def __init__(self, call: Call) -> None:
+        op, target = call.row[0], call.row[1]
+        self.call = call
+        self.method: str | None = target if op == "call_method" else None
+        name = call.splitting if op == "call_function" else None
+        self.spec: OpSpec | None = find_spec(name) if name is not None else None
+        self.kernel: Callable[..., Any]
+        if self.spec is not None:
+            self.kernel = self.spec.kernel
+        elif self.method is not None:
+            self.kernel = getattr(torch.Tensor, self.method)
+        else:
+            self.kernel = find_target(target)
+
+    @property
+    def zeroes(self) -> tuple[int, ...]:
+        """Value numbers of the written tensors whose padding rows the boundary must zero."""
+        done = self.spec is not None and self.spec.zeroes_padding
+        return () if done else self.call.row_args
+
+
+class Program:
+    """A runnable program. Stateless between runs; holds the functions, not the tensors."""
+
+    def __init__(self, spec: ProgramSpec, pieces: Mapping[str, CompiledPiece]) -> None:
+        missing = {s.piece for s in spec.steps if s.piece is not None} - set(pieces)
+        if missing:
+            raise CompileError(f"program: {len(missing)} of its pieces are not compiled: {missing}")
+        self.spec = spec
+        self.pieces = pieces
+        self._calls = {c.out: BoundCall(c) for s in spec.steps for c in s.calls}
+
+    @property
+    def splitting_calls(self) -> list[BoundCall]:
+        """The splitting ops in order."""
+        calls = (c for s in self.spec.steps for c in s.calls if c.splitting is not None)
+        return [self._calls[c.out] for c in calls]
+
+    def run(self, inputs: Sequence[Any], executor: Executor) -> list[Any]:
+        """Run on bound values (one per binding) and return the graph's results."""
+        spec = self.spec
+        values: list[Any] = [*inputs, *([None] * (spec.num_values - len(inputs)))]
+        for step in spec.steps:
+            if step.piece is not None:
+                args = [values[i] for i in step.inputs]
+                results = executor.region(step.name, self.pieces[step.piece], args)
+                for number, result in zip(step.outputs, results, strict=True):
+                    values[number] = result
+                del args, results
+            for call in step.calls:
+                values[call.out] = self._call(self._calls[call.out], values, executor)
+            for number in step.dead:
+                values[number] = None
+        return [values[number] for number in spec.outputs]
+
+    @staticmethod
+    def _call(bound: BoundCall, values: list[Any], executor: Executor) -> Any:
+        row = bound.call.row
+        args, kwargs = decode(row[2], values), decode(row[3], values)
+        if bound.call.splitting is None:
+            return bound.kernel(*args, **kwargs)
+        return executor.splitting(bound, args, kwargs)
+
+
+class Direct:
+    """The executor that just runs: mode none, uncovered sizes, warm-up."""
+
+    def region(self, name: str, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
+        """See `Executor.region`."""
+        return piece(*args)
+
+    def splitting(self, call: BoundCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """See `Executor.splitting`."""
+        result = call.kernel(*args, **kwargs)
+        zero_padding(padded_tensors(call, args, kwargs, result))
+        return result
+
+
+def padded_tensors(
+    call: BoundCall, args: list[Any], kwargs: dict[str, Any], result: Any
+) -> list[torch.Tensor]:
+    """Return the tensors whose padding rows must be zero after a splitting op."""
+    found = [_argument(call, number, args, kwargs) for number in call.zeroes]
+    if call.call.row_result and isinstance(result, torch.Tensor):
+        found.append(result)
+    return found
+
+
+def _argument(call: BoundCall, number: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    encoded_args, encoded_kwargs = call.call.row[2][1], call.call.row[3][1]
+    for at, item in enumerate(encoded_args):
+        if item == ["v", number]:
+            return args[at]
+    return next(kwargs[k[1]] for k, v in encoded_kwargs if v == ["v", number])
+
+
+def zero_padding(tensors: Sequence[torch.Tensor]) -> None:
+    """Zero the rows at and above the step's true row count (on the host's word)."""
+    if not tensors:
+        return
+    context = current_context()
+    num_tokens = context.num_tokens
+    if num_tokens < context.padded_tokens:
+        for tensor in tensors:
+            tensor[num_tokens:].zero_()
+
+
+# ---- partition -> program ------------------------------------------------------------------------
+
+
+def program_of(traced: TracedGraph, partition: Partition) -> ProgramSpec:
+    """Number the values of a partition and write its steps down."""
+    numbers: dict[torch.fx.Node, int] = {}
+
+    def number(node: torch.fx.Node) -> int:
+        return numbers.setdefault(node, len(numbers))
+
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            number(node)
+    steps: list[Step] = []
+    for piece in partition.pieces:
+        if piece.kind is Kind.REGION:
+            inputs = tuple(number(n) for n in piece.inputs)
+            outputs = tuple(number(n) for n in piece.outputs)
+            step = Step(
+                name=piece.name, kind=piece.kind, piece=piece.hash, inputs=inputs, outputs=outputs
+            )
+        else:
+            calls = tuple(
+                _call_of(traced, n, piece.splitting.get(n), number) for n in piece.nodes
+            )
+            step = Step(name=piece.name, kind=piece.kind, calls=calls)
+        steps.append(step)
+    (results,) = next(n for n in traced.graph.nodes if n.op == "output").args
+    outputs = tuple(number(n) for n in results)
+    return ProgramSpec(
+        bindings=tuple(traced.bindings),
+        num_values=len(numbers),
+        steps=tuple(_with_dead(steps, outputs)),
+        outputs=outputs,
+    )
+
+
+def _call_of(
+    traced: TracedGraph,
+    node: torch.fx.Node,
+    splitting: str | None,
+    number: Callable[[torch.fx.Node], int],
+) -> Call:
+    def rows_first(value: torch.fx.Node) -> bool:
+        example = value.meta.get("example_value")
+        return isinstance(example, torch.Tensor) and 0 in traced.spec_of(value).row_dims()
+
+    written = {a for a in mutated_args(node) if splitting is not None and rows_first(a)}
+    row = encode_row(node, number)
+    row_result = splitting is not None and not written and rows_first(node)
+    row_args = tuple(sorted(number(a) for a in written))
+    return Call(
+        row=row,
+        out=number(node),
+        splitting=splitting,
+        row_args=row_args,
+        row_result=row_result,
+    )
+
+
+def _with_dead(steps: list[Step], outputs: Sequence[int]) -> list[Step]:
+    """Say after which step each value may be dropped, so that graph memory is reused."""
+    last: dict[int, int] = {}
+    for at, step in enumerate(steps):
+        used = set(step.inputs) | set(step.outputs)
+        for call in step.calls:
+            used |= refs(call.row[2]) | refs(call.row[3]) | {call.out}
+        last |= dict.fromkeys(used, at)
+    dead: dict[int, list[int]] = {}
+    for value, at in last.items():
+        if value not in outputs:
+            dead.setdefault(at, []).append(value)
+    return [
+        Step(
+            name=s.name,
+            kind=s.kind,
+            piece=s.piece,
+            inputs=s.inputs,
+            outputs=s.outputs,
+            calls=s.calls,
+            dead=tuple(sorted(dead.get(at, ()))),
+        )
+        for at, s in enumerate(steps)
+    ]

@@ -1,0 +1,136 @@
+"""`report.json`, schema 1: what was built, from what, and how long it took.
+
+In: the stages' results. Out: plain dicts of JSON types. Knows nothing of tables or plots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pcgsvc.config import Mode, to_dict
+from pcgsvc.version import __version__
+
+if TYPE_CHECKING:
+    from pcgsvc.graphs.capture import GraphTable
+    from pcgsvc.pipeline import Built
+    from pcgsvc.workspace import Workspace
+
+SCHEMA = 1
+
+
+def plan_report(built: Built) -> dict[str, Any]:
+    """Return the report of the stages before capture."""
+    config, partition = built.config, built.partition
+    return {
+        "schema": SCHEMA,
+        "pcgsvc": __version__,
+        "torch": torch.__version__,
+        "device": device_words(built.device),
+        "config": to_dict(config),
+        "mode": {
+            "requested": built.resolution.requested.value,
+            "resolved": built.resolution.resolved.value,
+            "decode": built.resolution.decode.value,
+            "mixed": built.resolution.mixed.value,
+            "reasons": list(built.resolution.reasons),
+        },
+        "partition": {
+            "strategy": config.partition.strategy.value,
+            "splitting_ops": [
+                {"name": name, "count": count} for name, count in partition.matched.items()
+            ],
+            "num_boundaries": sum(p.kind.value == "boundary" for p in partition.pieces),
+            "num_regions": sum(p.kind.value == "region" for p in partition.pieces),
+            "num_unique_pieces": len(partition.unique()),
+            "pieces": [
+                {
+                    "name": p.name,
+                    "kind": p.kind.value,
+                    "reason": p.reason,
+                    "ops": len(p.nodes),
+                    "hash": p.hash,
+                }
+                for p in partition.pieces
+            ],
+        },
+        "compile": {
+            "compiler": config.compiler.name.value if config.compiler.name else "eager",
+            "start": "cold",
+            "num_traces": 1,
+            "num_compiled": built.num_compiled,
+            "num_loaded": 0,
+            "seconds": dict(built.seconds),
+        },
+        "cache": {
+            "mode": config.cache.mode.value,
+            "dir": None,
+            "program_key": None,
+            "hits": 0,
+            "misses": 0,
+            "miss_reasons": [],
+            "bytes": 0,
+        },
+        "guards": {
+            "size_conditions": list(built.traced.predicate.conditions),
+            "num_recorded": len(built.traced.guards),
+        },
+        "warnings": list(built.warnings),
+    }
+
+
+def build_report(built: Built, table: GraphTable, workspace: Workspace) -> dict[str, Any]:
+    """Return the report of a built runner, without verification, timings and dispatch."""
+    report = plan_report(built)
+    by_mode = {"piecewise": 0, "full": 0}
+    for (mode, _), entry in table.entries.items():
+        by_mode[mode.value] += entry.num_graphs
+    if built.resolution.resolved is Mode.NONE or not table.entries:
+        backend = "off"
+    else:
+        backend = built.config.capture.graphs.value
+    report["graphs"] = {
+        "backend": backend,
+        "num_graphs": sum(by_mode.values()),
+        "by_mode": {k: v for k, v in by_mode.items() if v},
+        "sizes": sorted({k[1].num_tokens for k in table.entries}),
+        "skipped": [{"size": s, "reason": r} for s, r in sorted(table.skipped.items())],
+        "pool_bytes": table.pool_bytes,
+        "device_bytes": table.device_bytes,
+    }
+    if workspace.geometry is not None:
+        cache = workspace.geometry
+        report["kv_cache"] = {
+            "block_size": cache.block_size,
+            "num_blocks": cache.num_blocks,
+            "scratch_blocks": cache.scratch_blocks,
+            "max_model_len": cache.max_model_len,
+        }
+    return report
+
+
+def device_words(device: torch.device) -> str:
+    """Return the device as people name it."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """Write a report in one step: the file is whole or as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,421 @@
+"""The runner: what users hold and call.
+
+In: a program, its captured entries and static memory. Out: results of calls. Pads, dispatches,
+replays, cuts. Knows nothing of how any of it was built, and of no model in particular.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pcgsvc.batch import Batch, CheckedBatch, check_batch
+from pcgsvc.config import Config, Mode, OnUncovered, Outputs
+from pcgsvc.dispatch import BatchDescriptor, Dispatch, DispatchTable
+from pcgsvc.errors import BatchError, PcgError, StaleAddressError, UncoveredError
+from pcgsvc.graphs.capture import GraphTable
+from pcgsvc.graphs.session import Entry
+from pcgsvc.ops.context import ForwardContext, use_context
+from pcgsvc.program import Direct, Program
+from pcgsvc.trace import SizePredicate, TensorSpec
+from pcgsvc.workspace import Workspace
+
+_WEIGHTS_PER_CALL = 8
+"""Weights whose address is compared at each call; all are compared in turn."""
+
+
+@dataclass(kw_only=True)
+class OutputPlan:
+    """How a forward's result is put together from graph results."""
+
+    leaves: list[tuple[str, int]]
+    """Per tensor leaf: ("graph", result index) or ("input", input index)."""
+    constants: dict[int, Any]
+    """Leaves that are no tensors, by leaf index."""
+    tree: Any
+    """pytree spec."""
+    specs: list[TensorSpec]
+    """Per graph result."""
+
+    def build(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+        """Return the forward's result with its own structure."""
+        tensors = iter(results[i] if k == "graph" else inputs[i] for k, i in self.leaves)
+        count = len(self.leaves) + len(self.constants)
+        leaves = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+@dataclass(kw_only=True)
+class RunnerParts:
+    """Everything that a runner is made of; the pipeline fills it in."""
+
+    config: Config
+    module: Callable[..., Any]
+    program: Program
+    workspace: Workspace
+    table: GraphTable
+    dispatch: DispatchTable
+    predicate: SizePredicate
+    outputs: OutputPlan
+    constants: Mapping[str, Any]
+    make_inputs: Callable[[int, torch.Generator], dict[str, torch.Tensor]]
+    tokenizer: Any = None
+    is_language_model: bool = False
+    mutated: list[str] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class Runner:
+    """Runs a model with piecewise or full graphs.
+
+    Safe to call from any thread (calls are serialised) and from any CUDA stream: the work runs on
+    the runner's own stream, which waits for the caller's, and the caller's waits for it. Results
+    are the caller's own (`outputs=clone`), or alias graph memory until the next call of this runner
+    (`outputs=view`). Use as a context manager, or `close()`.
+    """
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._parts: RunnerParts | None = parts
+        self._lock = threading.RLock()
+        self._hits: Counter[str] = Counter()
+        self._fallbacks: Counter[tuple[int, str]] = Counter()
+        self._rows, self._padded = 0, 0
+        self._replayed: set[int] = set()
+        self._weights = _weights(parts)
+        self._next_weight = 0
+        self._clone = parts.config.outputs is Outputs.CLONE
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if parts.workspace.stream is not None:
+            self._events = (torch.cuda.Event(), torch.cuda.Event())
+        self.report = parts.report
+        """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
+
+    # -- calls --
+
+    def __call__(self, *args: torch.Tensor, batch: Batch | None = None, **kwargs: Any) -> Any:
+        """Run one step.
+
+        Args:
+            *args: the forward's inputs in its order; N rows each in their row dimension.
+            batch: the requests behind the rows; None: one new request on scratch KV blocks.
+            **kwargs: inputs by name.
+
+        Returns:
+            The forward's result, with N rows wherever it has rows.
+
+        Raises:
+            BatchError: inputs or batch do not fit; nothing was touched.
+            UncoveredError: no graph serves the call and `on_uncovered=error` or `strict=true`.
+            StaleAddressError: a weight's memory was replaced since capture.
+        """
+        parts = self._open()
+        with self._lock:
+            inputs, num_tokens = self._bind(parts, args, kwargs)
+            checked = check_batch(batch, num_tokens, parts.workspace.geometry)
+            uniform = parts.dispatch.is_uniform(checked.query_lens)
+            found = parts.dispatch.find(num_tokens, len(checked.query_lens), uniform)
+            if found is None:
+                self._count_uncovered(parts, checked, uniform)
+            self._check_weights(parts, all_of_them=parts.config.debug.check_addresses)
+            with torch.no_grad(), self._no_autocast(parts), self._on_stream(parts) as caller:
+                if found is None:
+                    results = self._run_uncaptured(parts, inputs, checked)
+                else:
+                    results = self._replay(parts, found, inputs, checked)
+                if self._clone:
+                    results = [r.clone() for r in results]
+                if caller is not None:
+                    for result in results:
+                        result.record_stream(caller)
+            return parts.outputs.build(results, list(inputs.values()))
+
+    def plan(self, num_tokens: int, query_lens: Sequence[int] | None = None) -> Dispatch:
+        """Return what a batch of `num_tokens` rows would run, and why; runs nothing.
+
+        Args:
+            num_tokens: rows.
+            query_lens: new tokens of each request; None: one request.
+        """
+        parts = self._open()
+        batch = check_batch(Batch(query_lens=query_lens or [num_tokens]), num_tokens, None)
+        uniform = parts.dispatch.is_uniform(batch.query_lens)
+        return parts.dispatch.plan(num_tokens, len(batch.query_lens), uniform)
+
+    def generate(
+        self, prompts: Sequence[str], max_new_tokens: int = 16, *, return_ids: bool = False
+    ) -> Any:
+        """Continue prompts greedily, in one batch; see `pcgsvc.generate.generate`."""
+        from pcgsvc.generate import generate
+
+        return generate(self, prompts, max_new_tokens, return_ids=return_ids)
+
+    # -- inspection --
+
+    @property
+    def parts(self) -> RunnerParts:
+        """What the runner is made of, for verification, benchmarks and generation."""
+        return self._open()
+
+    @property
+    def lock(self) -> threading.RLock:  # type: ignore[valid-type]
+        """Held during calls; hold it to use `parts` from outside."""
+        return self._lock
+
+    def on_stream(self) -> contextlib.AbstractContextManager[torch.cuda.Stream | None]:
+        """Return a block that runs on the runner's stream, ordered with the caller's."""
+        return self._on_stream(self._open())
+
+    def stats(self) -> dict[str, Any]:
+        """Return hits by mode and size, fall-backs with reasons, and the share of padding rows."""
+        with self._lock:
+            fallbacks = [
+                {"num_tokens": n, "reason": reason, "count": count}
+                for (n, reason), count in sorted(self._fallbacks.items())
+            ]
+            share = self._padded / (self._rows + self._padded) if self._padded else 0.0
+            return {"hits": dict(self._hits), "fallbacks": fallbacks, "padding_share": share}
+
+    def reset_stats(self) -> None:
+        """Forget all counts, so that `stats()` speaks of what follows."""
+        with self._lock:
+            self._hits.clear()
+            self._fallbacks.clear()
+            self._rows = self._padded = 0
+
+    # -- life --
+
+    def close(self) -> None:
+        """Free graphs, pool, buffers and KV cache; twice is fine."""
+        with self._lock:
+            parts, self._parts = self._parts, None
+            if parts is None:
+                return
+            if parts.workspace.stream is not None:
+                parts.workspace.stream.synchronize()
+            parts.table.entries.clear()
+            parts.table.owned.clear()
+            self._weights = []
+
+    def __enter__(self) -> Runner:
+        """Return self; the runner is closed at the end of the block."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close the runner."""
+        self.close()
+
+    def _open(self) -> RunnerParts:
+        if self._parts is None:
+            raise PcgError("the runner is closed; build another one.")
+        return self._parts
+
+    # -- one step --
+
+    def _bind(
+        self, parts: RunnerParts, args: Sequence[torch.Tensor], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Match arguments with input buffers and return them with the row count."""
+        specs = parts.workspace.inputs
+        given: dict[str, Any] = dict(zip((s.name for s in specs), args, strict=False))
+        names = [s.name for s in specs]
+        twice = set(given) & set(kwargs)
+        given |= kwargs
+        extra = {k: v for k, v in given.items() if k not in names}
+        frozen = {k for k, v in extra.items() if parts.constants.get(k, extra) == v}
+        if len(args) > len(specs) or twice or set(extra) - frozen or len(given) - len(extra) != len(names):
+            raise BatchError(
+                f"inputs: got {len(args)} positional and {sorted(kwargs)}; needed are {names}"
+                + (f", with {dict(parts.constants)} fixed when built" if parts.constants else "")
+                + "."
+            )
+        num_tokens = -1
+        for spec in specs:
+            num_tokens = self._check_input(parts, spec, given[spec.name], num_tokens)
+        return {name: given[name] for name in names}, num_tokens
+
+    @staticmethod
+    def _check_input(parts: RunnerParts, spec: Any, value: Any, num_tokens: int) -> int:
+        """Return the row count after checking one input against its buffer."""
+        buffer = parts.workspace.buffers[spec.name]
+        dim = spec.dim
+        if not isinstance(value, torch.Tensor) or value.dtype != buffer.dtype:
+            got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise BatchError(f"{spec.name}: got {got}, a tensor of {buffer.dtype} is needed.")
+        shape, wanted = value.shape, buffer.shape
+        fits = len(shape) == len(wanted) and all(
+            d == dim or a == b for d, (a, b) in enumerate(zip(shape, wanted, strict=True))
+        )
+        if not fits:
+            words = ["rows" if d == dim else str(n) for d, n in enumerate(wanted)]
+            raise BatchError(
+                f"{spec.name}: got shape {tuple(shape)}, [{', '.join(words)}] is needed."
+            )
+        if dim is None:
+            return num_tokens
+        rows = shape[dim]
+        if rows < 1 or num_tokens not in (-1, rows):
+            raise BatchError(
+                f"{spec.name}: got {rows} rows"
+                + (f", the inputs before it have {num_tokens}" if num_tokens != -1 else "")
+                + "; all inputs need the same number, at least 1."
+            )
+        return rows
+
+    def _replay(
+        self,
+        parts: RunnerParts,
+        key: tuple[Mode, BatchDescriptor],
+        inputs: dict[str, torch.Tensor],
+        batch: CheckedBatch,
+    ) -> list[torch.Tensor]:
+        mode, descriptor = key
+        size, rows = descriptor.num_tokens, batch.num_tokens
+        entry = parts.table.entries[key]
+        if id(entry) not in self._replayed:
+            self._check_weights(parts, all_of_them=True)
+            self._replayed.add(id(entry))
+        if parts.config.debug.poison:
+            _poison(parts, entry)
+        workspace = parts.workspace
+        workspace.load(inputs, rows, size)
+        query_len = parts.config.capture.uniform_query_len if descriptor.uniform else None
+        with use_context(workspace.context(batch, size, query_len)):
+            for step in entry.steps:
+                step()
+        self._hits[f"{mode.value}:{size}"] += 1
+        self._rows += rows
+        self._padded += size - rows
+        return _cut(entry.outputs, parts.outputs.specs, rows, size)
+
+    def _run_uncaptured(
+        self, parts: RunnerParts, inputs: dict[str, torch.Tensor], batch: CheckedBatch
+    ) -> list[torch.Tensor]:
+        """Run without graphs: the compiled program, or the module where the program is not valid."""
+        workspace, rows = parts.workspace, batch.num_tokens
+        inputs = {k: v.to(workspace.device).contiguous() for k, v in inputs.items()}
+        self._rows += rows
+        with use_context(workspace.loose_context(batch)):
+            if parts.predicate.broken_by(rows) is None:
+                return parts.program.run(workspace.values(inputs, rows), Direct())
+            return self.run_module(inputs)
+
+    def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Call the module itself under the current context; return results as the graph orders them."""
+        parts = self._open()
+        result = parts.module(**inputs, **parts.constants)
+        leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        flat: dict[int, torch.Tensor] = {}
+        for (kind, index), leaf in zip(parts.outputs.leaves, leaves, strict=True):
+            if kind == "graph":
+                flat[index] = leaf
+        return [flat[i] for i in range(len(flat))]
+
+    def _count_uncovered(self, parts: RunnerParts, batch: CheckedBatch, uniform: bool) -> None:
+        rows, reqs = batch.num_tokens, len(batch.query_lens)
+        reason = parts.dispatch.why_none(rows, reqs, uniform)
+        broken = parts.predicate.broken_by(rows)
+        if broken is not None:
+            reason += f"; run by the module itself, since the traced graph needs {broken}"
+        config = parts.config
+        strict = config.on_uncovered is OnUncovered.ERROR or config.strict
+        if parts.dispatch.wants(uniform) and strict:
+            raise UncoveredError(
+                f"{rows} rows in {reqs} requests: no graph serves this call: {reason}. Captured "
+                f"sizes: {sorted({k[1].num_tokens for k in parts.table.entries})}. Raise "
+                "capture.max_size or add to capture.sizes, or set on_uncovered=run."
+            )
+        self._fallbacks[(rows, reason)] += 1
+
+    # -- surroundings --
+
+    @contextlib.contextmanager
+    def _on_stream(self, parts: RunnerParts) -> Iterator[torch.cuda.Stream | None]:
+        """Run a block on the runner's stream, ordered with the caller's; yield the caller's."""
+        stream = parts.workspace.stream
+        if stream is None or self._events is None:
+            yield None
+            return
+        caller = torch.cuda.current_stream(parts.workspace.device)
+        if caller == stream:
+            yield None
+            return
+        before, after = self._events
+        before.record(caller)
+        stream.wait_event(before)
+        with torch.cuda.stream(stream):
+            try:
+                yield caller
+            finally:
+                after.record(stream)
+                caller.wait_event(after)
+
+    @staticmethod
+    def _no_autocast(parts: RunnerParts) -> contextlib.AbstractContextManager[Any]:
+        kind = parts.workspace.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.autocast(kind, enabled=False)
+        return contextlib.nullcontext()
+
+    def _check_weights(self, parts: RunnerParts, *, all_of_them: bool) -> None:
+        """Compare weights with the memory that graphs were captured on: a few per call, in turn."""
+        weights = self._weights
+        if all_of_them:
+            chosen: Sequence[_Weight] = weights
+        else:
+            first = self._next_weight
+            chosen = weights[first : first + _WEIGHTS_PER_CALL]
+            self._next_weight = first + _WEIGHTS_PER_CALL if chosen else 0
+        for holder, key, tensor, address, name in chosen:
+            if holder.get(key) is not tensor or tensor.data_ptr() != address:
+                raise StaleAddressError(
+                    f"{name}: its memory was replaced after capture; the graphs read the old "
+                    "memory. Update weights in place (param.copy_(…), load_state_dict), or build "
+                    "the runner again."
+                )
+
+
+_Weight = tuple[dict[str, Any], str, torch.Tensor, int, str]
+
+
+def _weights(parts: RunnerParts) -> list[_Weight]:
+    """Return (the dict that holds it, its key, the tensor, its address, its name) per weight."""
+    module, bound = parts.module, {id(t) for t in parts.workspace.tensors.values()}
+    if not isinstance(module, torch.nn.Module):
+        return []
+    found: list[_Weight] = []
+    for prefix, sub in module.named_modules(remove_duplicate=False):
+        for holder in (sub._parameters, sub._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None and id(tensor) in bound:
+                    name = f"{prefix}.{key}".lstrip(".")
+                    found.append((holder, key, tensor, tensor.data_ptr(), name))
+    return found
+
+
+def _cut(
+    outputs: Sequence[torch.Tensor], specs: Sequence[TensorSpec], rows: int, size: int
+) -> list[torch.Tensor]:
+    """Return the true rows of graph results, as views."""
+    if rows == size:
+        return list(outputs)
+    cut: list[torch.Tensor] = []
+    for output, spec in zip(outputs, specs, strict=True):
+        for dim in spec.row_dims():
+            output = output.narrow(dim, 0, rows)
+        cut.append(output)
+    return cut
+
+
+def _poison(parts: RunnerParts, entry: Entry) -> None:
+    """Fill what every other entry's segments allocated with NaN, as pool sharing may."""
+    for key, tensors in parts.table.owned.items():
+        if parts.table.entries.get(key) is not entry:
+            for tensor in tensors:
+                tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(0)

@@ -1,0 +1,213 @@
+"""Verification: every captured entry against plain execution of the module.
+
+In: a runner and a source of inputs. Out: one row per (mode, size) in the report's form. Leaves
+model state and the caller's KV blocks as they were. Knows nothing of how entries were captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pcgsvc.batch import CheckedBatch
+from pcgsvc.config import Compiler, Mode
+from pcgsvc.dispatch import BatchDescriptor
+from pcgsvc.errors import BatchError, VerifyError
+from pcgsvc.ops.context import use_context
+from pcgsvc.program import Direct
+from pcgsvc.runner import Runner, RunnerParts
+from pcgsvc.samples import Samples, fill_junk
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""max|a-b| / max|b| up to which results that were computed in another order are equal."""
+
+
+def verify(
+    runner: Runner,
+    samples: Samples,
+    *,
+    seed: int,
+    on_entry: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Check every captured entry twice, in shuffled order, with junk in the padding rows.
+
+    Against the module on the same padded inputs (exact when the pieces are eager), and against the
+    module on the true rows alone.
+
+    Returns:
+        One row per entry, in the order of the report's schema.
+    """
+    parts = runner.parts
+    keys = list(parts.table.entries)
+    order = keys[:]
+    random.Random(seed).shuffle(order)
+    rows = {}
+    with runner.lock, torch.no_grad():
+        for key in order:
+            rows[key] = _verify_entry(runner, parts, samples, key, random.Random(seed))
+            on_entry()
+    return [rows[key] for key in keys]
+
+
+def _verify_entry(
+    runner: Runner,
+    parts: RunnerParts,
+    samples: Samples,
+    key: tuple[Mode, BatchDescriptor],
+    rng: random.Random,
+) -> dict[str, Any]:
+    mode, descriptor = key
+    size = descriptor.num_tokens
+    true = _true_rows(parts, descriptor, rng)
+    batch = samples.batch(true, uniform=descriptor.uniform)
+    padded = samples.inputs(size)
+    fill_junk(parts.workspace.inputs, padded, true)
+    alone = {
+        s.name: padded[s.name] if s.dim is None else padded[s.name].narrow(s.dim, 0, true)
+        for s in parts.workspace.inputs
+    }
+    state = {n: parts.workspace.tensors[n] for n in parts.mutated}
+    with preserved(state):
+        got = replay_padded(runner, key, padded, batch)
+        after = {n: t.clone() for n, t in state.items()}
+    with preserved(state):
+        same = plain(runner, padded, batch, size)
+        state_error = error_of(list(after.values()), list(state.values()))
+    with preserved(state):
+        pure = plain(runner, {k: v.contiguous() for k, v in alone.items()}, batch, true)
+    exact = parts.config.compiler.name is Compiler.EAGER
+    dtype = next((t.dtype for t in got if t.is_floating_point()), torch.float32)
+    tolerance_true = TOLERANCE.get(dtype, 0.0)
+    tolerance = 0.0 if exact else tolerance_true
+    error = max(error_of(_true(parts, got, true), _true(parts, same, true)), state_error)
+    error_true = error_of(_true(parts, got, true), pure)
+    return {
+        "mode": mode.value,
+        "size": size,
+        "num_tokens": true,
+        "uniform": descriptor.uniform,
+        "max_rel_err": error,
+        "tolerance": tolerance,
+        "max_rel_err_true": error_true,
+        "tolerance_true": tolerance_true,
+        "ok": error <= tolerance and error_true <= tolerance_true,
+    }
+
+
+def _true_rows(parts: RunnerParts, descriptor: BatchDescriptor, rng: random.Random) -> int:
+    """Return a row count that this entry serves, with padding where there can be any."""
+    smaller = [
+        k[1].num_tokens
+        for k in parts.table.entries
+        if k[1].num_tokens < descriptor.num_tokens and k[1].uniform == descriptor.uniform
+    ]
+    step = parts.config.capture.uniform_query_len if descriptor.uniform else 1
+    low = max(smaller, default=0) // step + 1
+    return rng.randint(low, max(low, descriptor.num_tokens // step)) * step
+
+
+def replay_padded(
+    runner: Runner,
+    key: tuple[Mode, BatchDescriptor],
+    padded: Mapping[str, torch.Tensor],
+    batch: CheckedBatch,
+) -> list[torch.Tensor]:
+    """Replay an entry on inputs whose padding rows the caller chose; return copies, all rows."""
+    parts = runner.parts
+    size = key[1].num_tokens
+    with runner.on_stream():
+        parts.workspace.load(padded, size, size)
+        query_len = parts.config.capture.uniform_query_len if key[1].uniform else None
+        with use_context(parts.workspace.context(batch, size, query_len)):
+            for step in parts.table.entries[key].steps:
+                step()
+        return [t.clone() for t in parts.table.entries[key].outputs]
+
+
+def plain(
+    runner: Runner, inputs: Mapping[str, torch.Tensor], batch: CheckedBatch, rows: int
+) -> list[torch.Tensor]:
+    """Call the module itself on `rows` rows of which the batch's are true; return copies."""
+    workspace = runner.parts.workspace
+    with runner.on_stream(), use_context(workspace.context(batch, rows)):
+        return [t.clone() for t in runner.run_module(inputs)]
+
+
+@contextlib.contextmanager
+def preserved(state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Put the content of tensors back at the end of a block."""
+    saved = {name: tensor.clone() for name, tensor in state.items()}
+    try:
+        yield
+    finally:
+        for name, tensor in state.items():
+            tensor.copy_(saved[name])
+
+
+def _true(parts: RunnerParts, outputs: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+    cut = []
+    for output, spec in zip(outputs, parts.outputs.specs, strict=True):
+        for dim in spec.row_dims():
+            output = output.narrow(dim, 0, rows)
+        cut.append(output)
+    return cut
+
+
+def error_of(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """Return max|a-b| / max|b| over all tensors; NaN in one place only counts as infinite."""
+    worst = 0.0
+    for a, b in zip(got, wanted, strict=True):
+        if a.shape != b.shape:
+            raise BatchError(f"results differ in shape: {tuple(a.shape)} and {tuple(b.shape)}")
+        if not a.numel():
+            continue
+        x, y = a.double(), b.double()
+        gap = (x - y).abs()
+        gap = torch.where((x == y) | (x.isnan() & y.isnan()), torch.zeros_like(gap), gap)
+        scale = y.abs().nan_to_num(0.0, posinf=0.0).max().clamp_min(1e-30)
+        error = gap.max() / scale
+        worst = max(worst, float(error) if bool(error.isfinite()) else 1e30)
+    return worst
+
+
+def self_check(runner: Runner, samples: Samples) -> None:
+    """Replay every entry once against the module on the same inputs, and size 1 uncaptured.
+
+    Dynamo takes a symbolic size for at least 2 without recording it, so one row is tried as well.
+
+    Raises:
+        VerifyError: naming the mode, the size and the difference.
+    """
+    parts = runner.parts
+    with runner.lock, torch.no_grad():
+        for key in parts.table.entries:
+            row = _verify_entry(runner, parts, samples, key, random.Random(0))
+            if row["max_rel_err"] > row["tolerance"]:
+                raise VerifyError(
+                    f"{row['mode']} size {row['size']}: the replay differs from the module on the "
+                    f"same inputs by {row['max_rel_err']:.3g} (tolerance {row['tolerance']:.3g}). "
+                    "An op reads host state or memory that the graph does not rewrite; mark it "
+                    "as a splitting op, or set capture.self_check=false to look into it."
+                )
+        _check_one_row(runner, parts, samples)
+
+
+def _check_one_row(runner: Runner, parts: RunnerParts, samples: Samples) -> None:
+    """Compare the program with the module for a single row; the predicate does not cover it."""
+    if parts.predicate.broken_by(1) is not None:
+        return
+    inputs = samples.inputs(1)
+    batch = samples.batch(1, uniform=False)
+    state = {n: parts.workspace.tensors[n] for n in parts.mutated}
+    with preserved(state), runner.on_stream(), use_context(parts.workspace.context(batch, 1)):
+        got = parts.program.run(parts.workspace.values(inputs, 1), Direct())
+        got = [t.clone() for t in got]
+    with preserved(state):
+        wanted = plain(runner, inputs, batch, 1)
+    dtype = next((t.dtype for t in wanted if t.is_floating_point()), torch.float32)
+    if error_of(got, wanted) > TOLERANCE.get(dtype, 0.0):
+        parts.predicate = parts.predicate.and_also("s > 1", "differs from the module at one row")

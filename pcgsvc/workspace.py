@@ -1,0 +1,114 @@
+"""The static memory of one runner: input buffers, step metadata, KV cache, stream.
+
+In: a program's bindings and a config. Out: bound values per size, and a filled context per step.
+Knows nothing of graphs. Not safe across threads; the runner's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pcgsvc.batch import CacheGeometry, CheckedBatch, StepBuffers
+from pcgsvc.ops.attention import AttentionBackend
+from pcgsvc.ops.context import ForwardContext
+from pcgsvc.trace import Binding, InputSpec
+
+
+class Workspace:
+    """Buffers for steps of up to `max_tokens` rows and `max_reqs` requests."""
+
+    def __init__(
+        self,
+        *,
+        inputs: Sequence[InputSpec],
+        bindings: Sequence[Binding],
+        tensors: Mapping[str, torch.Tensor],
+        max_tokens: int,
+        max_reqs: int,
+        attention: AttentionBackend | None,
+        geometry: CacheGeometry | None,
+        device: torch.device,
+    ) -> None:
+        self.inputs = list(inputs)
+        self.bindings = list(bindings)
+        self.tensors = dict(tensors)
+        self.attention, self.geometry, self.device = attention, geometry, device
+        self.max_tokens, self.max_reqs = max_tokens, max_reqs
+        self.buffers = {spec.name: _buffer(spec, max_tokens, device) for spec in inputs}
+        self.step = self.step_buffers(max_tokens, max_reqs)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """The stream that everything of this runner runs on; None on the CPU."""
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+
+    def step_buffers(self, max_tokens: int, max_reqs: int) -> StepBuffers:
+        """Return metadata buffers of another size, for a call that fits no captured entry."""
+        return StepBuffers(
+            max_tokens=max_tokens,
+            max_reqs=max_reqs,
+            blocks_per_request=self.geometry.blocks_per_request if self.geometry else 0,
+            device=self.device,
+        )
+
+    def views(self, size: int) -> dict[str, torch.Tensor]:
+        """Return the input buffers cut to `size` rows; the same tensors each time."""
+        found = self._views.get(size)
+        if found is None:
+            found = {
+                s.name: self.buffers[s.name]
+                if s.dim is None
+                else self.buffers[s.name].narrow(s.dim, 0, size)
+                for s in self.inputs
+            }
+            self._views[size] = found
+        return found
+
+    def values(self, inputs: Mapping[str, torch.Tensor], size: int) -> list[Any]:
+        """Return one value per binding of the program."""
+        return [
+            size
+            if b.kind == "size"
+            else (inputs[b.name] if b.kind == "input" else self.tensors[b.name])
+            for b in self.bindings
+        ]
+
+    def load(self, inputs: Mapping[str, torch.Tensor], num_tokens: int, size: int) -> None:
+        """Copy a call's inputs into the static buffers; padding rows become zero."""
+        views = self.views(size)
+        for spec in self.inputs:
+            view, given = views[spec.name], inputs[spec.name]
+            if spec.dim is None or num_tokens == size:
+                view.copy_(given, non_blocking=True)
+            else:
+                view.narrow(spec.dim, 0, num_tokens).copy_(given, non_blocking=True)
+                view.narrow(spec.dim, num_tokens, size - num_tokens).zero_()
+
+    def context(
+        self, batch: CheckedBatch, size: int, uniform_query_len: int | None = None
+    ) -> ForwardContext:
+        """Fill the metadata of one step and return its context."""
+        self.step.fill(batch, size)
+        return self._planned(self.step.context(batch, size, self.attention, uniform_query_len))
+
+    def loose_context(self, batch: CheckedBatch) -> ForwardContext:
+        """Return a context without padding, in buffers of its own where the static ones are short."""
+        rows, reqs = batch.num_tokens, len(batch.query_lens)
+        step = self.step
+        if rows > step.max_tokens or reqs > step.max_reqs:
+            step = self.step_buffers(max(rows, step.max_tokens), max(reqs, step.max_reqs))
+        step.fill(batch, rows)
+        return self._planned(step.context(batch, rows, self.attention))
+
+    def _planned(self, context: ForwardContext) -> ForwardContext:
+        if self.attention is not None:
+            self.attention.plan(context)
+        return context
+
+
+def _buffer(spec: InputSpec, max_tokens: int, device: torch.device) -> torch.Tensor:
+    shape = list(spec.example.shape)
+    if spec.dim is not None:
+        shape[spec.dim] = max_tokens
+    return torch.zeros(shape, dtype=spec.example.dtype, device=device)

@@ -1,0 +1,130 @@
+"""`attention=triton`: what needs no triton here; the kernels in a process with the interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import spec
+
+from pcgsvc.errors import ConfigError
+from pcgsvc.ops.triton_attention import TritonAttention
+from pcgsvc.ops.triton_tuning import Shape, Tuning, plan_launch
+
+HERE = Path(__file__).parent
+LLAMA_8B = Shape(
+    num_kv_heads=8, group=4, head_pad=128, itemsize=2, slots=264, shared_bytes=227 << 10
+)
+
+
+def build(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    heads, kv_heads, dim = options.pop("heads", (4, 2, 16))
+    TritonAttention(
+        spec(heads, kv_heads, dim, layers=2),
+        num_blocks=2,
+        block_size=16,
+        device=torch.device(device),
+        dtype=dtype,
+        **options,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed here (CPU builds of torch bring none); pip install triton",
+)
+def test_the_kernels_pass_their_cases_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", str(HERE / "triton_interpreter_cases.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+def test_importing_the_backend_does_not_import_triton() -> None:
+    code = (
+        "import sys, pcgsvc.ops.triton_attention, torch; before = 'triton' in sys.modules; "
+        "sys.exit(1 if before else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE.parent)
+
+
+def test_missing_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "pcgsvc.ops.triton_kernels", raising=False)
+    with pytest.raises(ConfigError, match="pip install triton.*attention=paged"):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.float64}, "float32, float16 or bfloat16"),
+        ({"heads": (4, 2, 257)}, "head_dim 257; 1 to 256"),
+        ({"heads": (3, 2, 16)}, "3 query heads over 2 KV heads"),
+        ({"heads": (256, 1, 16)}, "at most 128 query heads per KV head"),
+        ({"sliding_window": [4]}, "for each of 2 layers"),
+        ({"sliding_window": [4, 0]}, "at least 1 key"),
+        ({"softcap": 0.0}, "a positive number"),
+    ],
+)
+def test_what_the_kernels_lack_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**options)
+
+
+def plan(rows: int, *, single: bool = True, max_keys: int = 4096, **tuning: Any) -> Any:
+    return plan_launch(
+        LLAMA_8B,
+        Tuning(**tuning),
+        rows=rows,
+        num_reqs=256,
+        max_keys=max_keys,
+        single=single,
+        share_in_step=False,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 24, 40, 64, 100, 256, 2048])
+@pytest.mark.parametrize("single", [True, False])
+def test_splits_fit_the_scratch_and_fill_the_device(rows: int, single: bool) -> None:
+    made = plan(rows, single=single)
+    programs = made.tiles * LLAMA_8B.num_kv_heads
+    assert made.splits == 1 or programs * made.splits <= LLAMA_8B.scratch_programs
+    assert programs * made.splits >= 0.8 * LLAMA_8B.slots or made.splits == 4096 // 128
+
+
+def test_short_sequences_are_not_split() -> None:
+    assert plan(1, max_keys=128).splits == 1
+    assert plan(1, max_keys=129).splits == 2
+
+
+def test_tiles_hold_every_mix_of_requests() -> None:
+    for rows in (1, 5, 64, 512):
+        made = plan(rows, single=False)
+        block_q = made.tiling.block_m // LLAMA_8B.group
+        one_each = [1] * min(rows, 256)
+        for query_lens in (one_each, [rows], [rows // 2, rows - rows // 2]):
+            last, start = 0, 0
+            for request, query_len in enumerate(query_lens):
+                last = start // block_q + request + -(-query_len // block_q) if query_len else last
+                start += query_len
+            assert last <= made.tiles
+
+
+def test_large_mixed_launches_leave_the_cache_write_to_a_launch_of_its_own() -> None:
+    assert plan(128, single=False).fused_write
+    assert not plan(129, single=False).fused_write
+    assert plan(1024, single=True).fused_write
