@@ -8,6 +8,7 @@ Shapes: T = rows with padding, R = most requests, B = KV blocks per request.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,10 @@ class CheckedBatch:
     query_lens: list[int]
     seq_lens: list[int]
     num_tokens: int
+    owners: Ints
+    """Request of each row."""
+    positions: Ints
+    """Position of each row in its request."""
     block_tables: Ints | None
     slot_mapping: Ints | None
     extras: Mapping[str, Any]
@@ -102,13 +107,20 @@ def check_batch(batch: Batch | None, num_tokens: int, cache: CacheGeometry | Non
                 f"batch.seq_lens: got {seq_lens} with query_lens {query_lens}; one length per "
                 "request is needed, its new tokens included."
             )
+    owners, positions = _rows(query_lens, seq_lens)
     tables = slots = None
     if cache is not None:
-        tables, slots = _check_cache(batch, query_lens, seq_lens, cache)
+        tables = _check_tables(batch, seq_lens, cache)
+        slots = _check_slots(batch, num_tokens, cache)
+        if slots is None:
+            size = cache.block_size
+            slots = tables[owners, positions // size] * size + positions % size
     return CheckedBatch(
         query_lens=query_lens,
         seq_lens=seq_lens,
         num_tokens=num_tokens,
+        owners=owners,
+        positions=positions,
         block_tables=tables,
         slot_mapping=slots,
         extras=batch.extras,
@@ -122,14 +134,14 @@ def _lengths(name: str, given: Any) -> list[int]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise BatchError(
-                f"batch.{name}: got {value!r} among {values}; lengths are whole numbers, at least 1."
+                f"batch.{name}: got {value!r} among {values}; a length is a whole number, at "
+                "least 1."
             )
     return [int(v) for v in values]
 
 
-def _check_cache(
-    batch: Batch, query_lens: list[int], seq_lens: list[int], cache: CacheGeometry
-) -> tuple[Ints, Ints]:
+def _check_tables(batch: Batch, seq_lens: list[int], cache: CacheGeometry) -> Ints:
+    """Return block tables that cover every request, made up of scratch blocks if none are given."""
     if max(seq_lens) > cache.max_model_len:
         raise BatchError(
             f"batch.seq_lens: got {max(seq_lens)}, the longest sequence is "
@@ -138,21 +150,24 @@ def _check_cache(
     if batch.block_tables is None:
         if batch.slot_mapping is not None:
             raise BatchError("batch.slot_mapping: given without block_tables; pass both.")
-        tables = _scratch_tables(seq_lens, cache)
-    else:
-        tables = _host_ints("block_tables", batch.block_tables, 2)
-        _check_tables(tables, seq_lens, cache)
+        return _scratch_tables(seq_lens, cache)
+    tables = _host_ints("block_tables", batch.block_tables, 2)
+    _check_blocks(tables, seq_lens, cache)
+    return tables
+
+
+def _check_slots(batch: Batch, num_tokens: int, cache: CacheGeometry) -> Ints | None:
     if batch.slot_mapping is None:
-        return tables, _slots(tables, query_lens, seq_lens, cache.block_size)
+        return None
     slots = _host_ints("slot_mapping", batch.slot_mapping, 1)
     low, high = cache.block_size, cache.num_blocks * cache.block_size
-    if len(slots) != sum(query_lens) or slots.min() < low or slots.max() >= high:
+    if len(slots) != num_tokens or slots.min() < low or slots.max() >= high:
         raise BatchError(
             f"batch.slot_mapping: got {len(slots)} slots from {slots.min()} to {slots.max()}; "
-            f"{sum(query_lens)} slots from {low} to {high - 1} are needed (block {NULL_BLOCK} is "
-            "the null block)."
+            f"{num_tokens} slots from {low} to {high - 1} are needed (block {NULL_BLOCK} is the "
+            "null block)."
         )
-    return tables, slots
+    return slots
 
 
 def _host_ints(name: str, given: Any, dims: int) -> Ints:
@@ -174,7 +189,7 @@ def _host_ints(name: str, given: Any, dims: int) -> Ints:
     return values.astype(np.int64, copy=False)
 
 
-def _check_tables(tables: Ints, seq_lens: list[int], cache: CacheGeometry) -> None:
+def _check_blocks(tables: Ints, seq_lens: list[int], cache: CacheGeometry) -> None:
     needed = [-(-s // cache.block_size) for s in seq_lens]
     if len(tables) != len(seq_lens) or tables.shape[1] < max(needed):
         raise BatchError(
@@ -206,23 +221,17 @@ def _scratch_tables(seq_lens: list[int], cache: CacheGeometry) -> Ints:
     return tables
 
 
-def _slots(tables: Ints, query_lens: list[int], seq_lens: list[int], block_size: int) -> Ints:
-    rows, positions = _rows(query_lens, seq_lens)
-    slots: Ints = tables[rows, positions // block_size] * block_size + positions % block_size
-    return slots
-
-
 def _rows(query_lens: list[int], seq_lens: list[int]) -> tuple[Ints, Ints]:
     """Return the request and the position of each row."""
-    lens = np.asarray(query_lens)
-    seqs = np.asarray(seq_lens)
-    requests = np.arange(len(lens))
-    if len(lens) == lens.sum():
+    if len(query_lens) == 1:
+        length, end = query_lens[0], seq_lens[0]
+        return np.zeros(length, np.int64), np.arange(end - length, end)
+    lens, seqs = np.asarray(query_lens), np.asarray(seq_lens)
+    requests, total = np.arange(len(query_lens)), int(lens.sum())
+    if len(query_lens) == total:
         return requests, seqs - 1
-    rows = np.repeat(requests, lens)
-    starts = np.cumsum(lens) - lens
-    positions: Ints = np.arange(lens.sum()) - np.repeat(starts, lens) + np.repeat(seqs - lens, lens)
-    return rows, positions
+    first = seqs - lens - (lens.cumsum() - lens)  # position of a row minus its row number
+    return requests.repeat(lens), np.arange(total) + first.repeat(lens)
 
 
 class StepBuffers:
@@ -273,15 +282,13 @@ class StepBuffers:
             self._events[turn].synchronize()
         num, slots, owner, kv_lens, starts, seqs, tables = self._host[turn]
         true, reqs = batch.num_tokens, len(batch.query_lens)
-        rows, positions = _rows(batch.query_lens, batch.seq_lens)
         num[0] = true
-        owner[:true] = rows
+        owner[:true] = batch.owners
         owner[true:padded_tokens] = self.max_reqs
-        kv_lens[:true] = positions
-        kv_lens[:true] += 1
+        np.add(batch.positions, 1, out=kv_lens[:true], casting="unsafe")
         kv_lens[true:padded_tokens] = 0
         starts[0] = 0
-        np.cumsum(batch.query_lens, out=starts[1 : reqs + 1])
+        starts[1 : reqs + 1] = list(itertools.accumulate(batch.query_lens))
         starts[reqs + 1 :] = true
         seqs[:reqs] = batch.seq_lens
         seqs[reqs:] = 0

@@ -19,6 +19,9 @@ from pcgsvc.ops.context import use_context
 from pcgsvc.runner import Runner
 from pcgsvc.samples import Samples
 
+_MAX_SECONDS = 0.2
+"""A figure is taken of fewer repeats than asked for once it has taken this long (3 at least)."""
+
 
 def bench_entries(
     runner: Runner,
@@ -74,23 +77,24 @@ def time_calls(
     """Return (median host time, mean time per run back to back) of calling all, in µs."""
     if not calls:
         return 0.0, 0.0
-    hosts = []
+    hosts: list[float] = []
     for call in calls:
         call()
     sync()
-    for _ in range(repeats):
+    begun = time.perf_counter()
+    while len(hosts) < repeats and (len(hosts) < 3 or time.perf_counter() - begun < _MAX_SECONDS):
         started = time.perf_counter()
         for call in calls:
             call()
         hosts.append(time.perf_counter() - started)
         sync()
     started = time.perf_counter()
-    for _ in range(repeats):
+    for _ in hosts:
         for call in calls:
             call()
     sync()
     total = time.perf_counter() - started
-    return 1e6 * statistics.median(hosts), 1e6 * total / repeats
+    return 1e6 * statistics.median(hosts), 1e6 * total / len(hosts)
 
 
 def _verdict(host: float, step: float, region: float, boundary: float) -> str:

@@ -281,7 +281,15 @@ class Config:
 
 # ---- plain dict -> dataclass ---------------------------------------------------------------------
 
-_BYTES = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_BYTES = {
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
@@ -323,7 +331,8 @@ def _dataclass(cls: type[T], tree: Any, path: str) -> T:
                 f"Settings {'of ' + path if path else 'at the top'}: {', '.join(names)}."
             )
     values = {
-        name: _value(hints[name], value, f"{path}.{name}".lstrip(".")) for name, value in tree.items()
+        name: _value(hints[name], value, f"{path}.{name}".lstrip("."))
+        for name, value in tree.items()
     }
     return cls(**values)
 
@@ -377,7 +386,7 @@ def _scalar(hint: type, value: Any, path: str) -> Any:
     if type(value) is not hint:
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
         raise ConfigError(f"{path}: got {value!r}, {kind} is needed.")
-    if hint is float and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path}: got {value!r}, a finite number is needed.")
     return value
 
@@ -386,19 +395,25 @@ def _bytes(value: str, path: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     unit = (match.group(2) or "B").lower() if match else ""
     if not match or unit not in _BYTES:
-        raise ConfigError(f"{path}: got {value!r}, bytes are needed, such as 268435456 or '256MiB'.")
+        raise ConfigError(
+            f"{path}: got {value!r}, bytes are needed, such as 268435456 or '256MiB'."
+        )
     return int(float(match.group(1)) * _BYTES[unit])
 
 
 def _sizes(value: Any, path: str) -> list[int]:
     """Read a list, `"1,2,4"` or `"1:64:8"`."""
-    help_ = "a list such as '[1,2,4]', or the string '\"1:64:8\"' (quoted: YAML reads 1:64:8 as a time)"
+    help_ = (
+        "a list such as '[1,2,4]', or the string '\"1:64:8\"' (quoted: YAML reads 1:64:8 as a time)"
+    )
     if isinstance(value, str):
         text = value.strip()
         if re.fullmatch(r"\d+:\d+:\d+", text):
             start, stop, step = (int(p) for p in text.split(":"))
             if not 1 <= start <= stop or step < 1:
-                raise ConfigError(f"{path}: got {value!r}; start:stop:step needs 1 <= start <= stop and step >= 1.")
+                raise ConfigError(
+                    f"{path}: got {value!r}; start:stop:step needs 1 <= start <= stop, step >= 1."
+                )
             return sorted({start, *range(step, stop + 1, step), stop} - set(range(start)))
         if re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
             return [int(p) for p in text.split(",")]
@@ -490,7 +505,9 @@ def _validate_sizes(capture: CaptureConfig) -> None:
         raise ConfigError("capture.sizes: got [], at least one size is needed; or set mode=none.")
     bad = [s for s in sizes if s < 1]
     if bad:
-        raise ConfigError(f"capture.sizes: got {bad} among {sizes}; sizes are token counts, at least 1.")
+        raise ConfigError(
+            f"capture.sizes: got {bad} among {sizes}; sizes are token counts, at least 1."
+        )
     twice = sorted({s for s in sizes if sizes.count(s) > 1})
     if twice:
         raise ConfigError(f"capture.sizes: {twice} stand twice in {sizes}; name each size once.")

@@ -170,7 +170,9 @@ class DispatchTable:
         first = self._query_len
         return all(n == first for n in query_lens)
 
-    def find(self, num_tokens: int, num_reqs: int, uniform: bool) -> tuple[Mode, BatchDescriptor] | None:
+    def find(
+        self, num_tokens: int, num_reqs: int, uniform: bool
+    ) -> tuple[Mode, BatchDescriptor] | None:
         """Return the entry that serves a batch, or None."""
         if num_reqs > self._max_reqs:
             return None

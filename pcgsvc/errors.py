@@ -72,6 +72,6 @@ class VerifyError(PcgError):
 
 
 def near(name: str, choices: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the nearest of `choices`, or an empty string."""
+    """Return `"; did you mean 'x'?"` for the nearest of `choices`, or a full stop."""
     found = difflib.get_close_matches(name, list(choices), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f"; did you mean {found[0]!r}?" if found else "."

@@ -86,9 +86,7 @@ def generate_ids(
         _step(runner, chunk)
     running = list(requests)
     while running:
-        running = [
-            r for r in running if len(r.new) < max_new_tokens and r.new[-1] not in end_ids
-        ]
+        running = [r for r in running if len(r.new) < max_new_tokens and r.new[-1] not in end_ids]
         for first in range(0, len(running), parts.workspace.max_reqs):
             _step(runner, [(r, 1) for r in running[first : first + parts.workspace.max_reqs]])
     return [[t for t in r.new if t not in end_ids] for r in requests]

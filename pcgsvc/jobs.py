@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from pcgsvc.bench import bench_entries
 from pcgsvc.config import Config, Job
 from pcgsvc.errors import ConfigError, VerifyError
@@ -18,7 +20,7 @@ from pcgsvc.generate import generate_ids
 from pcgsvc.pipeline import build_from_config, prepare_from_config
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import plan_report, write_report
-from pcgsvc.report.tables import Console, console, show_report, show_text
+from pcgsvc.report.tables import console, show_report, show_text
 from pcgsvc.runner import Runner
 from pcgsvc.samples import Samples
 from pcgsvc.verify import verify
@@ -65,7 +67,9 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
         entries = len(parts.table.entries)
         progress.start("verify", entries)
         report["verify"] = verify(
-            runner, samples, seed=random.Random(config.seed).getrandbits(32),
+            runner,
+            samples,
+            seed=random.Random(config.seed).getrandbits(32),
             on_entry=progress.advance,
         )
         progress.stop()

@@ -6,7 +6,6 @@ earlier module; this file only hands results on, counts, and times.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import time
@@ -14,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from pcgsvc.batch import CacheGeometry
+from pcgsvc.arguments import bundle_specs, input_specs, resampler, split_arguments
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.config import Compiler, Config, Graphs, resolve, validate
+from pcgsvc.devices import device_of, dtype_of
 from pcgsvc.dispatch import (
     BatchDescriptor,
     DispatchTable,
@@ -39,43 +39,19 @@ from pcgsvc.ops.support import Support
 from pcgsvc.partition.fx import check_aliases, partition_fx
 from pcgsvc.partition.pieces import Kind, Partition
 from pcgsvc.program import CompiledPiece, Program, program_of
+from pcgsvc.progress import Progress, Silent
 from pcgsvc.report.report import build_report
 from pcgsvc.runner import OutputPlan, Runner, RunnerParts
 from pcgsvc.samples import Samples
-from pcgsvc.trace import InputSpec, TracedGraph, trace
+from pcgsvc.trace import trace
+from pcgsvc.traced import InputSpec, TracedGraph
 from pcgsvc.verify import preserved, self_check
-from pcgsvc.workspace import Workspace
+from pcgsvc.workspace import Workspace, cache_geometry, usable_sizes
 
 logger = logging.getLogger(__name__)
 
 BUILD_LOCK = threading.RLock()
 """Serialises builds and captures of this process: Dynamo and CUDA capture are process-wide."""
-
-
-class Progress(Protocol):
-    """Hears of long phases."""
-
-    def start(self, phase: str, total: int) -> None:
-        """A phase of `total` units begins."""
-
-    def advance(self) -> None:
-        """One unit is done."""
-
-    def stop(self) -> None:
-        """The phase is over."""
-
-
-class Silent:
-    """Progress that nobody watches."""
-
-    def start(self, phase: str, total: int) -> None:
-        """See `Progress.start`."""
-
-    def advance(self) -> None:
-        """See `Progress.advance`."""
-
-    def stop(self) -> None:
-        """See `Progress.stop`."""
 
 
 @dataclass(kw_only=True)
@@ -92,48 +68,14 @@ class Built:
     support: Support
     program: Program | None
     attention: type[AttentionBackend] | None
+    sizes: list[int]
+    """Capture sizes, ascending."""
     seconds: dict[str, float]
     warnings: list[str] = field(default_factory=list)
     num_compiled: int = 0
 
 
 # ---- doors ---------------------------------------------------------------------------------------
-
-
-def device_of(config: Config) -> torch.device:
-    """Return the device that `config.device` means; ConfigError if there is none."""
-    word = config.device
-    if word == "auto":
-        word = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(word)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: got {config.device!r}. Choices: auto, cpu, cuda, cuda:N.")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"device: got {config.device!r}, but this machine has no CUDA device that torch "
-                f"{torch.__version__} can use. Use device=cpu."
-            )
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"device: got {config.device!r}; there are {torch.cuda.device_count()} CUDA devices."
-            )
-        device = torch.device("cuda", index)
-    return device
-
-
-def dtype_of(config: Config) -> torch.dtype:
-    """Return the dtype that a resolved config names; ConfigError lists the choices."""
-    found = getattr(torch, str(config.dtype), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(
-            f"dtype: got {config.dtype!r}. Choices: float32, bfloat16, float16, float64."
-        )
-    return found
 
 
 def build_runner(
@@ -160,8 +102,8 @@ def build_runner(
         VerifyError: a captured entry does not give what the module gives.
     """
     given = config or Config()
-    tensors, constants = _arguments(module, example_inputs)
-    specs = _input_specs(tensors, dynamic_dims)
+    tensors, constants = split_arguments(module, example_inputs)
+    specs = input_specs(tensors, dynamic_dims)
     device = specs[0].example.device
     given = resolve(given, device_type=device.type)
     validate(given, device_type=device.type)
@@ -169,7 +111,7 @@ def build_runner(
         raise ConfigError("module: it is in training mode; call module.eval() first.")
     bundle = ModelBundle(
         module=module,
-        make_inputs=_resampler(specs),
+        make_inputs=resampler(specs),
         dynamic_dims=dict(dynamic_dims),
     )
     return _build(bundle, specs, constants, given, device, progress or Silent())
@@ -179,7 +121,7 @@ def build_from_config(config: Config, progress: Progress | None = None) -> Runne
     """Build the configured model and a runner for it; `config` is as composed or resolved."""
     started = time.perf_counter()
     config, device, bundle = load_model(config)
-    specs = _bundle_specs(bundle)
+    specs = bundle_specs(bundle)
     weights = time.perf_counter() - started
     return _build(bundle, specs, {}, config, device, progress or Silent(), weights_s=weights)
 
@@ -199,11 +141,18 @@ def prepare_from_config(config: Config, *, compile_pieces: bool) -> Built:
     """Run the stages before capture; `job=plan` and `job=compile`."""
     started = time.perf_counter()
     config, device, bundle = load_model(config)
-    specs = _bundle_specs(bundle)
+    specs = bundle_specs(bundle)
     weights = time.perf_counter() - started
     with BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
         return prepare(
-            bundle, specs, {}, config, device, Silent(), compile_pieces=compile_pieces, weights_s=weights
+            bundle,
+            specs,
+            {},
+            config,
+            device,
+            Silent(),
+            compile_pieces=compile_pieces,
+            weights_s=weights,
         )
 
 
@@ -257,7 +206,8 @@ def prepare(
 ) -> Built:
     """Trace, split, resolve the mode, and compile."""
     seconds = dict.fromkeys(
-        ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total"), 0.0
+        ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total"),
+        0.0,
     )
     seconds["weights"] = weights_s
     with _phase("trace", seconds, progress):
@@ -276,6 +226,7 @@ def prepare(
         len(partition.unique()),
         partition.count(Kind.BOUNDARY),
     )
+    sizes, dropped = usable_sizes(config)
     attention = find_backend(config.attention.name) if bundle.attention is not None else None
     spec = program_of(traced, partition)
     resolution, support = _resolve(config, spec_calls=partition, attention=attention)
@@ -290,13 +241,16 @@ def prepare(
         support=support,
         program=None,
         attention=attention,
+        sizes=sizes,
         seconds=seconds,
-        warnings=[*resolution.reasons, *partition.warnings],
+        warnings=[*resolution.reasons, *dropped],
     )
     for warning in built.warnings:
         logger.warning("%s", warning)
     if config.strict and built.warnings:
-        raise ConfigError("strict=true, and what was asked for is not done: " + "; ".join(built.warnings))
+        raise ConfigError(
+            "strict=true, and what was asked for is not done: " + "; ".join(built.warnings)
+        )
     if compile_pieces:
         with _phase("compile", seconds, progress, total=len(partition.unique())):
             pieces = _compile(partition, config, progress)
@@ -305,9 +259,7 @@ def prepare(
     return built
 
 
-def _compile(
-    partition: Partition, config: Config, progress: Progress
-) -> dict[str, CompiledPiece]:
+def _compile(partition: Partition, config: Config, progress: Progress) -> dict[str, CompiledPiece]:
     """Compile each unique piece once."""
     compiled: dict[str, CompiledPiece] = {}
     for key, piece in partition.unique().items():
@@ -368,7 +320,7 @@ def _capture(
     wanted = wanted_entries(
         built.resolution,
         built.support,
-        [s for s in config.capture.sizes or [] if s <= workspace.max_tokens],
+        built.sizes,
         config.capture.uniform_query_len,
     )
 
@@ -430,19 +382,13 @@ def _strict(config: Config, built: Built, table: GraphTable) -> None:
 
 
 def _workspace(built: Built) -> Workspace:
+    """Allocate the static memory of a runner."""
     config, spec = built.config, built.bundle.attention
-    sizes = [s for s in config.capture.sizes or [] if s <= (config.capture.max_size or s)]
-    dropped = sorted(set(config.capture.sizes or []) - set(sizes))
-    if dropped:
-        _warn(built, f"capture.sizes: {dropped} are above capture.max_size={config.capture.max_size}")
-    max_tokens = max(sizes)
-    if built.bundle.max_tokens is not None and max_tokens > built.bundle.max_tokens:
-        _warn(built, f"capture.sizes: {max_tokens} is above the model's {built.bundle.max_tokens}")
-        max_tokens = built.bundle.max_tokens
+    max_tokens = max(built.sizes)
     max_reqs = config.attention.max_num_reqs or max_tokens
     geometry, attention = None, None
     if spec is not None and built.attention is not None:
-        geometry = _geometry(config, spec, max_tokens, max_reqs, dtype_of(config))
+        geometry = cache_geometry(config, spec, max_tokens=max_tokens, max_reqs=max_reqs)
         attention = built.attention(
             spec,
             num_blocks=geometry.num_blocks,
@@ -459,30 +405,6 @@ def _workspace(built: Built) -> Workspace:
         attention=attention,
         geometry=geometry,
         device=built.device,
-    )
-
-
-def _geometry(
-    config: Config, spec: Any, max_tokens: int, max_reqs: int, dtype: torch.dtype
-) -> CacheGeometry:
-    """Size the KV cache: null block, scratch blocks, and what the byte budget leaves for callers."""
-    size = config.attention.block_size
-    longest = min(config.attention.max_model_len or spec.max_position, spec.max_position)
-    per_request = -(-longest // size)
-    scratch = max(max_tokens, per_request)
-    block_bytes = 2 * spec.num_layers * size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    wanted = 1 + scratch + max_reqs * per_request
-    blocks = config.attention.num_blocks
-    if blocks is None:
-        room = config.attention.max_cache_bytes // block_bytes
-        blocks = min(wanted, max(room, 1 + scratch + per_request))
-    if blocks < 1 + scratch + per_request:
-        raise ConfigError(
-            f"attention.num_blocks: got {blocks}; 1 null block, {scratch} scratch blocks and "
-            f"{per_request} for one request of {longest} tokens need {1 + scratch + per_request}."
-        )
-    return CacheGeometry(
-        block_size=size, num_blocks=blocks, scratch_blocks=scratch, max_model_len=longest
     )
 
 
@@ -532,11 +454,6 @@ def _refuse_outputs(traced: TracedGraph) -> None:
             )
 
 
-def _warn(built: Built, text: str) -> None:
-    logger.warning("%s", text)
-    built.warnings.append(text)
-
-
 @contextmanager
 def _phase(
     name: str, seconds: dict[str, float], progress: Progress, total: int = 1
@@ -568,97 +485,3 @@ def _dump(folder: Path, name: str, text: str) -> None:
 def _dump_path(config: Config, name: str) -> Path | None:
     folder = config.debug.dump_dir
     return None if folder is None else Path(folder) / f"{name}.inductor.py"
-
-
-# ---- arguments -----------------------------------------------------------------------------------
-
-
-def _arguments(
-    module: Callable[..., Any], example_inputs: Any
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split arguments by name into tensors and constants."""
-    function = module.forward if isinstance(module, torch.nn.Module) else module
-    try:
-        signature = inspect.signature(function)
-        if isinstance(example_inputs, Mapping):
-            bound = signature.bind(**example_inputs)
-        else:
-            many = isinstance(example_inputs, (tuple, list))
-            bound = signature.bind(*(example_inputs if many else (example_inputs,)))
-    except TypeError as error:
-        raise ConfigError(f"example_inputs: do not fit the forward: {error}") from None
-    for name, parameter in signature.parameters.items():
-        if name in bound.arguments and parameter.kind in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-            parameter.POSITIONAL_ONLY,
-        ):
-            raise ConfigError(
-                f"example_inputs: {name!r} is taken by position or by star; a runner calls the "
-                "forward by name. Wrap the model in a function of named arguments."
-            )
-    tensors = {k: v for k, v in bound.arguments.items() if isinstance(v, torch.Tensor)}
-    constants = {k: v for k, v in bound.arguments.items() if k not in tensors}
-    nested = [
-        k
-        for k, v in constants.items()
-        if any(isinstance(t, torch.Tensor) for t in torch.utils._pytree.tree_leaves(v))
-    ]
-    if nested:
-        raise ConfigError(
-            f"example_inputs: {nested} hold tensors inside containers; pass them as arguments."
-        )
-    return tensors, constants
-
-
-def _input_specs(
-    tensors: Mapping[str, torch.Tensor], dynamic_dims: Mapping[str, int]
-) -> list[InputSpec]:
-    unknown = sorted(set(dynamic_dims) - set(tensors))
-    if unknown or not tensors:
-        raise ConfigError(
-            f"dynamic_dims: got {unknown or dict(dynamic_dims)}; tensor inputs are {list(tensors)}."
-        )
-    devices = {t.device for t in tensors.values()}
-    if len(devices) > 1:
-        raise ConfigError(f"example_inputs: on several devices: {sorted(map(str, devices))}.")
-    specs = []
-    for name, tensor in tensors.items():
-        dim = dynamic_dims.get(name)
-        if dim is not None and not -tensor.dim() <= dim < tensor.dim():
-            raise ConfigError(f"dynamic_dims: {name!r} has {tensor.dim()} dimensions, got {dim}.")
-        place = None if dim is None else dim % tensor.dim()
-        specs.append(InputSpec(name=name, example=tensor.detach(), dim=place))
-    return specs
-
-
-def _bundle_specs(bundle: ModelBundle) -> list[InputSpec]:
-    example = bundle.make_inputs(2, torch.Generator().manual_seed(0))
-    device = next((p.device for p in bundle.module.parameters()), torch.device("cpu"))
-    return [
-        InputSpec(name=name, example=tensor.to(device), dim=bundle.dynamic_dims.get(name))
-        for name, tensor in example.items()
-    ]
-
-
-def _resampler(
-    specs: list[InputSpec],
-) -> Callable[[int, torch.Generator], dict[str, torch.Tensor]]:
-    """Return a source of inputs like the examples: normal floats, integers drawn from theirs."""
-
-    def make(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        made = {}
-        for spec in specs:
-            shape = list(spec.example.shape)
-            if spec.dim is not None:
-                shape[spec.dim] = rows
-            if spec.example.is_floating_point():
-                made[spec.name] = torch.randn(shape, generator=generator).to(spec.example.dtype)
-            else:
-                values = spec.example.flatten().cpu()
-                count = torch.Size(shape).numel()
-                pick = torch.randint(len(values), (count,), generator=generator)
-                made[spec.name] = values[pick].view(shape)
-        return made
-
-    return make

@@ -6,13 +6,13 @@ In: a composed config. Out: nothing, or a `ConfigError`. Knows nothing of Hydra.
 from __future__ import annotations
 
 from pcgsvc.config import Config, resolve, validate
+from pcgsvc.devices import device_of, dtype_of
 from pcgsvc.dispatch import resolve_mode
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.registry import registered_names
 from pcgsvc.partition.fx import canonical_op_name
-from pcgsvc.pipeline import device_of, dtype_of
 from pcgsvc.torch_private import op_exists
 
 

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import torch
 
 from pcgsvc.errors import CompileError
+from pcgsvc.nodes import mutated_args
 from pcgsvc.ops.context import current_context
 from pcgsvc.ops.registry import OpSpec, find_spec
 from pcgsvc.partition.pieces import Kind, Partition
 from pcgsvc.rows import decode, encode_row, find_target, refs
-from pcgsvc.trace import Binding, TracedGraph, mutated_args
+from pcgsvc.traced import Binding, TracedGraph
 
 
 class CompiledPiece(Protocol):
@@ -225,9 +226,7 @@ def program_of(traced: TracedGraph, partition: Partition) -> ProgramSpec:
                 name=piece.name, kind=piece.kind, piece=piece.hash, inputs=inputs, outputs=outputs
             )
         else:
-            calls = tuple(
-                _call_of(traced, n, piece.splitting.get(n), number) for n in piece.nodes
-            )
+            calls = tuple(_call_of(traced, n, piece.splitting.get(n), number) for n in piece.nodes)
             step = Step(name=piece.name, kind=piece.kind, calls=calls)
         steps.append(step)
     (results,) = next(n for n in traced.graph.nodes if n.op == "output").args

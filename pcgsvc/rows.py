@@ -61,13 +61,14 @@ def target_name(target: Any) -> str:
 
 def find_target(name: str) -> Callable[..., Any]:
     """Return the callable that `target_name` named; CompileError if it is gone."""
-    found = _find(name)
+    found: Any = _find(name)
     if not callable(found):
         raise CompileError(
             f"{name}: a stored piece calls it, but this process has no such callable; import the "
             "module that registers it first."
         )
-    return found
+    function: Callable[..., Any] = found
+    return function
 
 
 def _find(name: str) -> Any:
@@ -157,7 +158,7 @@ def decode(item: Sequence[Any], values: Sequence[Any]) -> Any:
         return values[rest[0]]
     if kind in ("list", "tuple", "slice"):
         parts = [decode(v, values) for v in rest[0]]
-        return {"list": list, "tuple": tuple, "slice": lambda p: slice(*p)}[kind](parts)
+        return slice(*parts) if kind == "slice" else tuple(parts) if kind == "tuple" else parts
     if kind == "dict":
         return {decode(k, values): decode(v, values) for k, v in rest[0]}
     if kind == "torch":
@@ -248,6 +249,6 @@ def function_of(document: Document, name: str) -> Callable[..., tuple[Any, ...]]
     source = python_of(document, name)
     space: dict[str, Any] = {**_HOMES, "torch": torch, "__builtins__": {}}
     space |= {"float": float, "complex": complex, "slice": slice}
-    exec(compile(source, f"<pcgsvc {name}>", "exec"), space)  # noqa: S102 - built from checked rows
+    exec(compile(source, f"<pcgsvc {name}>", "exec"), space)
     function: Callable[..., tuple[Any, ...]] = space[name]
     return function

@@ -22,9 +22,9 @@ from pcgsvc.dispatch import BatchDescriptor, Dispatch, DispatchTable
 from pcgsvc.errors import BatchError, PcgError, StaleAddressError, UncoveredError
 from pcgsvc.graphs.capture import GraphTable
 from pcgsvc.graphs.session import Entry
-from pcgsvc.ops.context import ForwardContext, use_context
+from pcgsvc.ops.context import reset_context, set_context, use_context
 from pcgsvc.program import Direct, Program
-from pcgsvc.trace import SizePredicate, TensorSpec
+from pcgsvc.traced import InputSpec, SizePredicate, TensorSpec
 from pcgsvc.workspace import Workspace
 
 _WEIGHTS_PER_CALL = 8
@@ -44,9 +44,12 @@ class OutputPlan:
     specs: list[TensorSpec]
     """Per graph result."""
 
-    def build(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+    def build(self, results: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:
         """Return the forward's result with its own structure."""
-        tensors = iter(results[i] if k == "graph" else inputs[i] for k, i in self.leaves)
+        if self.tree.is_leaf() and self.leaves == [("graph", 0)]:
+            return results[0]
+        given = list(inputs.values())
+        tensors = iter(results[i] if k == "graph" else given[i] for k, i in self.leaves)
         count = len(self.leaves) + len(self.constants)
         leaves = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
         return pytree.tree_unflatten(leaves, self.tree)
@@ -90,6 +93,8 @@ class Runner:
         self._replayed: set[int] = set()
         self._weights = _weights(parts)
         self._next_weight = 0
+        self._plain_batches: dict[int, CheckedBatch] = {}
+        self._names = [spec.name for spec in parts.workspace.inputs]
         self._clone = parts.config.outputs is Outputs.CLONE
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if parts.workspace.stream is not None:
@@ -115,26 +120,20 @@ class Runner:
             UncoveredError: no graph serves the call and `on_uncovered=error` or `strict=true`.
             StaleAddressError: a weight's memory was replaced since capture.
         """
-        parts = self._open()
-        with self._lock:
+        with self._lock, torch.no_grad():
+            parts = self._open()
             inputs, num_tokens = self._bind(parts, args, kwargs)
-            checked = check_batch(batch, num_tokens, parts.workspace.geometry)
+            checked = self._check(parts, batch, num_tokens)
             uniform = parts.dispatch.is_uniform(checked.query_lens)
             found = parts.dispatch.find(num_tokens, len(checked.query_lens), uniform)
             if found is None:
                 self._count_uncovered(parts, checked, uniform)
-            self._check_weights(parts, all_of_them=parts.config.debug.check_addresses)
-            with torch.no_grad(), self._no_autocast(parts), self._on_stream(parts) as caller:
-                if found is None:
-                    results = self._run_uncaptured(parts, inputs, checked)
-                else:
-                    results = self._replay(parts, found, inputs, checked)
-                if self._clone:
-                    results = [r.clone() for r in results]
-                if caller is not None:
-                    for result in results:
-                        result.record_stream(caller)
-            return parts.outputs.build(results, list(inputs.values()))
+            self._check_weights(all_of_them=parts.config.debug.check_addresses)
+            if parts.workspace.stream is None and not torch.is_autocast_enabled("cpu"):
+                results = self._execute(parts, found, inputs, checked)
+            else:
+                results = self._execute_apart(parts, found, inputs, checked)
+            return parts.outputs.build(results, inputs)
 
     def plan(self, num_tokens: int, query_lens: Sequence[int] | None = None) -> Dispatch:
         """Return what a batch of `num_tokens` rows would run, and why; runs nothing.
@@ -164,7 +163,7 @@ class Runner:
         return self._open()
 
     @property
-    def lock(self) -> threading.RLock:  # type: ignore[valid-type]
+    def lock(self) -> threading.RLock:
         """Held during calls; hold it to use `parts` from outside."""
         return self._lock
 
@@ -218,55 +217,79 @@ class Runner:
 
     # -- one step --
 
+    def _check(self, parts: RunnerParts, batch: Batch | None, num_tokens: int) -> CheckedBatch:
+        """Check a batch; what a call without one means is worked out once per row count."""
+        if batch is not None:
+            return check_batch(batch, num_tokens, parts.workspace.geometry)
+        checked = self._plain_batches.get(num_tokens)
+        if checked is None:
+            checked = check_batch(None, num_tokens, parts.workspace.geometry)
+            if num_tokens <= parts.workspace.max_tokens:
+                self._plain_batches[num_tokens] = checked
+        return checked
+
+    def _execute_apart(
+        self,
+        parts: RunnerParts,
+        key: tuple[Mode, BatchDescriptor] | None,
+        inputs: dict[str, torch.Tensor],
+        batch: CheckedBatch,
+    ) -> list[torch.Tensor]:
+        """Execute on the runner's stream and outside the caller's autocast."""
+        with self._no_autocast(parts), self._on_stream(parts) as caller:
+            results = self._execute(parts, key, inputs, batch)
+            if caller is not None:
+                for result in results:
+                    result.record_stream(caller)
+        return results
+
+    def _execute(
+        self,
+        parts: RunnerParts,
+        key: tuple[Mode, BatchDescriptor] | None,
+        inputs: dict[str, torch.Tensor],
+        batch: CheckedBatch,
+    ) -> list[torch.Tensor]:
+        if key is None:
+            results = self._run_uncaptured(parts, inputs, batch)
+        else:
+            results = self._replay(parts, key, inputs, batch)
+        return [r.clone() for r in results] if self._clone else results
+
     def _bind(
         self, parts: RunnerParts, args: Sequence[torch.Tensor], kwargs: dict[str, Any]
     ) -> tuple[dict[str, torch.Tensor], int]:
         """Match arguments with input buffers and return them with the row count."""
         specs = parts.workspace.inputs
-        given: dict[str, Any] = dict(zip((s.name for s in specs), args, strict=False))
-        names = [s.name for s in specs]
-        twice = set(given) & set(kwargs)
-        given |= kwargs
-        extra = {k: v for k, v in given.items() if k not in names}
-        frozen = {k for k, v in extra.items() if parts.constants.get(k, extra) == v}
-        if len(args) > len(specs) or twice or set(extra) - frozen or len(given) - len(extra) != len(names):
-            raise BatchError(
-                f"inputs: got {len(args)} positional and {sorted(kwargs)}; needed are {names}"
-                + (f", with {dict(parts.constants)} fixed when built" if parts.constants else "")
-                + "."
-            )
+        if len(args) == len(specs) and not kwargs:
+            given = dict(zip(self._names, args, strict=True))
+        else:
+            given = self._named(parts, args, kwargs)
         num_tokens = -1
         for spec in specs:
-            num_tokens = self._check_input(parts, spec, given[spec.name], num_tokens)
-        return {name: given[name] for name in names}, num_tokens
+            num_tokens = _check_input(parts.workspace, spec, given[spec.name], num_tokens)
+        return given, num_tokens
 
-    @staticmethod
-    def _check_input(parts: RunnerParts, spec: Any, value: Any, num_tokens: int) -> int:
-        """Return the row count after checking one input against its buffer."""
-        buffer = parts.workspace.buffers[spec.name]
-        dim = spec.dim
-        if not isinstance(value, torch.Tensor) or value.dtype != buffer.dtype:
-            got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            raise BatchError(f"{spec.name}: got {got}, a tensor of {buffer.dtype} is needed.")
-        shape, wanted = value.shape, buffer.shape
-        fits = len(shape) == len(wanted) and all(
-            d == dim or a == b for d, (a, b) in enumerate(zip(shape, wanted, strict=True))
-        )
-        if not fits:
-            words = ["rows" if d == dim else str(n) for d, n in enumerate(wanted)]
+    def _named(
+        self, parts: RunnerParts, args: Sequence[torch.Tensor], kwargs: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Match positional and named arguments with the inputs; constants must be as when built."""
+        names = self._names
+        given: dict[str, Any] = dict(zip(names, args, strict=False))
+        twice = set(given) & set(kwargs)
+        given |= kwargs
+        changed = {
+            k
+            for k, v in given.items()
+            if k not in names and (k not in parts.constants or parts.constants[k] != v)
+        }
+        if len(args) > len(names) or twice or changed or not set(names) <= set(given):
+            fixed = f", with {dict(parts.constants)} fixed when built" if parts.constants else ""
             raise BatchError(
-                f"{spec.name}: got shape {tuple(shape)}, [{', '.join(words)}] is needed."
+                f"inputs: got {len(args)} positional and {sorted(kwargs)}; needed are "
+                f"{names}{fixed}."
             )
-        if dim is None:
-            return num_tokens
-        rows = shape[dim]
-        if rows < 1 or num_tokens not in (-1, rows):
-            raise BatchError(
-                f"{spec.name}: got {rows} rows"
-                + (f", the inputs before it have {num_tokens}" if num_tokens != -1 else "")
-                + "; all inputs need the same number, at least 1."
-            )
-        return rows
+        return {name: given[name] for name in names}
 
     def _replay(
         self,
@@ -279,16 +302,19 @@ class Runner:
         size, rows = descriptor.num_tokens, batch.num_tokens
         entry = parts.table.entries[key]
         if id(entry) not in self._replayed:
-            self._check_weights(parts, all_of_them=True)
+            self._check_weights(all_of_them=True)
             self._replayed.add(id(entry))
         if parts.config.debug.poison:
             _poison(parts, entry)
         workspace = parts.workspace
         workspace.load(inputs, rows, size)
         query_len = parts.config.capture.uniform_query_len if descriptor.uniform else None
-        with use_context(workspace.context(batch, size, query_len)):
+        token = set_context(workspace.context(batch, size, query_len))
+        try:
             for step in entry.steps:
                 step()
+        finally:
+            reset_context(token)
         self._hits[f"{mode.value}:{size}"] += 1
         self._rows += rows
         self._padded += size - rows
@@ -297,7 +323,7 @@ class Runner:
     def _run_uncaptured(
         self, parts: RunnerParts, inputs: dict[str, torch.Tensor], batch: CheckedBatch
     ) -> list[torch.Tensor]:
-        """Run without graphs: the compiled program, or the module where the program is not valid."""
+        """Run without graphs: the program, or the module where the program is not valid."""
         workspace, rows = parts.workspace, batch.num_tokens
         inputs = {k: v.to(workspace.device).contiguous() for k, v in inputs.items()}
         self._rows += rows
@@ -307,7 +333,7 @@ class Runner:
             return self.run_module(inputs)
 
     def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Call the module itself under the current context; return results as the graph orders them."""
+        """Call the module under the current context; results in the order of the graph's."""
         parts = self._open()
         result = parts.module(**inputs, **parts.constants)
         leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
@@ -363,7 +389,7 @@ class Runner:
             return torch.autocast(kind, enabled=False)
         return contextlib.nullcontext()
 
-    def _check_weights(self, parts: RunnerParts, *, all_of_them: bool) -> None:
+    def _check_weights(self, *, all_of_them: bool) -> None:
         """Compare weights with the memory that graphs were captured on: a few per call, in turn."""
         weights = self._weights
         if all_of_them:
@@ -397,6 +423,27 @@ def _weights(parts: RunnerParts) -> list[_Weight]:
                     name = f"{prefix}.{key}".lstrip(".")
                     found.append((holder, key, tensor, tensor.data_ptr(), name))
     return found
+
+
+def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: int) -> int:
+    """Return the row count after checking one input against its buffer."""
+    buffer, dim = workspace.buffers[spec.name], spec.dim
+    if not isinstance(value, torch.Tensor) or value.dtype != buffer.dtype:
+        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise BatchError(f"{spec.name}: got {got}, a tensor of {buffer.dtype} is needed.")
+    shape, wanted = list(value.shape), list(buffer.shape)
+    rows = num_tokens
+    if dim is not None and dim < len(shape):
+        rows = wanted[dim] = shape[dim]
+    if shape != wanted:
+        words = ["rows" if d == dim else str(n) for d, n in enumerate(buffer.shape)]
+        raise BatchError(f"{spec.name}: got shape {tuple(shape)}, [{', '.join(words)}] is needed.")
+    if rows < 1 or num_tokens not in (-1, rows):
+        before = f", the inputs before it have {num_tokens}" if num_tokens != -1 else ""
+        raise BatchError(
+            f"{spec.name}: got {rows} rows{before}; all inputs need the same number, at least 1."
+        )
+    return rows
 
 
 def _cut(

@@ -13,7 +13,7 @@ import torch
 
 from pcgsvc.batch import Batch, CheckedBatch, check_batch
 from pcgsvc.errors import BatchError
-from pcgsvc.trace import InputSpec
+from pcgsvc.traced import InputSpec
 from pcgsvc.workspace import Workspace
 
 MakeInputs = Callable[[int, torch.Generator], dict[str, torch.Tensor]]

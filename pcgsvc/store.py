@@ -26,6 +26,7 @@ from pcgsvc.disk.envelope import AbsentError, Entry, Kind, check_key, encode
 from pcgsvc.disk.lookup import Built, Counts, Lookup, Made
 from pcgsvc.disk.scratch import CompilerDirs, Scratch
 from pcgsvc.disk.table import WriteError
+from pcgsvc.disk.usage import no_eviction
 from pcgsvc.errors import CacheError
 
 logger = logging.getLogger(__name__)
@@ -293,6 +294,16 @@ class Store:
         except (WriteError, OSError) as error:
             raise CacheError(f"cache clear: {error}; try again later.") from error
         return num_bytes
+
+    @contextlib.contextmanager
+    def no_eviction(self) -> Iterator[None]:
+        """Let no process drop anything for the budget, as long as this lasts.
+
+        Raises:
+            CacheError: the store is not ours to write, or entries are being dropped right now.
+        """
+        with no_eviction(self._writing("import").table.data):
+            yield
 
     def _writing(self, what: str) -> Entries:
         if self._entries is None or not self._entries.writable or self._closed:

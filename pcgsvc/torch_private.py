@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 
-
-class StopTracing(Exception):
-    """Raised by a backend hook that has seen enough."""
-
-
 # ---- Dynamo --------------------------------------------------------------------------------------
 
 
@@ -55,9 +50,9 @@ def dynamo_trace(
         options={"guard_filter_fn": keep_none},
     )
     # Pinned: new in 2.14, where it would change the node order between versions.
-    patch = {"canonicalize_output_graph_node_order": False}
-    known = {k: v for k, v in patch.items() if hasattr(torch._dynamo.config, k)}
-    with torch._dynamo.config.patch(**known):  # type: ignore[no-untyped-call]
+    pins = {"canonicalize_output_graph_node_order": False}
+    known = {k: v for k, v in pins.items() if hasattr(torch._dynamo.config, k)}
+    with torch._dynamo.config.patch(known):
         return compiled(*args)
 
 
@@ -82,7 +77,7 @@ def ignored_call(target: Any) -> bool:
 
 
 def autocast_kind(target: Any) -> str | None:
-    """Return `enter` or `exit` for the nodes that Dynamo writes for an autocast block, else None."""
+    """Return `enter` or `exit` for the nodes of an autocast block, else None."""
     if target is torch.amp.autocast_mode._enter_autocast:
         return "enter"
     if target is torch.amp.autocast_mode._exit_autocast:

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 
 from pcgsvc.batch import CacheGeometry, CheckedBatch, StepBuffers
-from pcgsvc.ops.attention import AttentionBackend
+from pcgsvc.config import Config
+from pcgsvc.devices import dtype_of
+from pcgsvc.errors import ConfigError
+from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.context import ForwardContext
-from pcgsvc.trace import Binding, InputSpec
+from pcgsvc.traced import Binding, InputSpec
 
 
 class Workspace:
@@ -93,7 +96,7 @@ class Workspace:
         return self._planned(self.step.context(batch, size, self.attention, uniform_query_len))
 
     def loose_context(self, batch: CheckedBatch) -> ForwardContext:
-        """Return a context without padding, in buffers of its own where the static ones are short."""
+        """Return a context without padding; buffers of its own if the static ones are short."""
         rows, reqs = batch.num_tokens, len(batch.query_lens)
         step = self.step
         if rows > step.max_tokens or reqs > step.max_reqs:
@@ -112,3 +115,42 @@ def _buffer(spec: InputSpec, max_tokens: int, device: torch.device) -> torch.Ten
     if spec.dim is not None:
         shape[spec.dim] = max_tokens
     return torch.zeros(shape, dtype=spec.example.dtype, device=device)
+
+
+def usable_sizes(config: Config) -> tuple[list[int], list[str]]:
+    """Return the capture sizes that are within `capture.max_size`, and what to warn of."""
+    sizes, limit = config.capture.sizes or [], config.capture.max_size
+    usable = sorted(s for s in sizes if limit is None or s <= limit)
+    dropped = sorted(set(sizes) - set(usable))
+    if not dropped:
+        return usable, []
+    return usable, [f"capture.sizes: {dropped} are above capture.max_size={limit} and are dropped"]
+
+
+def cache_geometry(
+    config: Config, spec: AttentionSpec, *, max_tokens: int, max_reqs: int
+) -> CacheGeometry:
+    """Size the KV cache: null block, scratch blocks, and what the byte budget leaves for callers.
+
+    Raises:
+        ConfigError: `attention.num_blocks` is too small for one request of the longest length.
+    """
+    size = config.attention.block_size
+    longest = min(config.attention.max_model_len or spec.max_position, spec.max_position)
+    per_request = -(-longest // size)
+    scratch = max(max_tokens, per_request)
+    head = spec.num_kv_heads * spec.head_dim
+    block_bytes = 2 * spec.num_layers * size * head * dtype_of(config).itemsize
+    least = 1 + scratch + per_request
+    blocks = config.attention.num_blocks
+    if blocks is None:
+        room = config.attention.max_cache_bytes // block_bytes
+        blocks = min(1 + scratch + max_reqs * per_request, max(room, least))
+    if blocks < least:
+        raise ConfigError(
+            f"attention.num_blocks: got {blocks}; 1 null block, {scratch} scratch blocks and "
+            f"{per_request} for one request of {longest} tokens make {least}."
+        )
+    return CacheGeometry(
+        block_size=size, num_blocks=blocks, scratch_blocks=scratch, max_model_len=longest
+    )

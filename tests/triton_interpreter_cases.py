@@ -213,7 +213,8 @@ def test_a_step_of_nothing_but_padding_writes_zeros_only() -> None:
 def test_writing_apart_gives_the_same_bits(lens: tuple[list[int], list[int]]) -> None:
     fused, apart = backend(), backend(share_in_step=True)
     assert torch.equal(
-        check(fused, make_step(fused, *lens, rows=24)), check(apart, make_step(apart, *lens, rows=24))
+        check(fused, make_step(fused, *lens, rows=24)),
+        check(apart, make_step(apart, *lens, rows=24)),
     )
 
 

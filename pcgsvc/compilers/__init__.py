@@ -1,0 +1,1 @@
+"""What makes a region's kernels: piece -> callable <-> bytes."""

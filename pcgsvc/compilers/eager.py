@@ -36,7 +36,9 @@ class EagerPiece:
         """Load a piece; CompileError if the bytes are not the piece called `expected_hash`."""
         document = json.loads(data)
         if digest(document) != expected_hash:
-            raise CompileError(f"stored piece {expected_hash[:12]}: holds another piece's document.")
+            raise CompileError(
+                f"stored piece {expected_hash[:12]}: holds another piece's document."
+            )
         return cls(document)
 
     def source(self) -> str:

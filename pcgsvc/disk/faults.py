@@ -52,6 +52,10 @@ _BY_ERRNO = {
     errno.ENOENT: Fault.GONE,
 }
 
+# ValueError: Python's sqlite3 decodes SQLite's message, which may quote damaged text.
+READ_ERRORS = (sqlite3.Error, OSError, ValueError, OverflowError, MemoryError)
+"""What reading a damaged database raises."""
+
 _FULL = "no space left on the disk"
 
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from pcgsvc.disk.bytes_disk import fetch, parse_row_name, row_name
 from pcgsvc.disk.envelope import AbsentError, DamagedError, Entry, Kind, decode
-from pcgsvc.disk.faults import Fault, classify
+from pcgsvc.disk.faults import READ_ERRORS, Fault, classify
 
 _COLUMNS = "key, raw, store_time, size, mode, filename, value"
 
@@ -69,7 +69,7 @@ class Reader:
 
         Raises:
             MissError: there is none, or it is damaged.
-            sqlite3.Error, OSError: the database cannot be read.
+            READ_ERRORS: the database cannot be read.
         """
         before = None
         while True:
@@ -87,7 +87,7 @@ class Reader:
         """Return all rows.
 
         Raises:
-            sqlite3.Error, OSError: the database cannot be read.
+            READ_ERRORS: the database cannot be read.
         """
         if not self.database.exists():
             return Listing([], [], set())
@@ -111,10 +111,12 @@ class Reader:
                 rows = connection.execute("PRAGMA integrity_check(1)").fetchall()
                 connection.execute(f"SELECT {_COLUMNS} FROM Cache LIMIT 0")
                 connection.execute("SELECT key, value FROM Settings LIMIT 0")
-        except (sqlite3.Error, OSError) as error:
+        except READ_ERRORS as error:
             fault, cause = classify(error, self.database)
             return cause if fault is Fault.BAD else None
-        return None if rows == [("ok",)] else " ".join(str(rows[0][0]).split())
+        if rows == [("ok",)]:
+            return None
+        return " ".join(str(rows[0][0]).replace("*** in database main ***", "").split())
 
     def inode(self) -> int | None:
         """Return which file the database is, so that a replaced one is recognised."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pcgsvc.disk.envelope import AbsentError, Entry, Kind, MissError
+from pcgsvc.disk.faults import READ_ERRORS
 from pcgsvc.disk.reader import Record
 from pcgsvc.disk.table import Table, WriteError
 from pcgsvc.disk.usage import Pins
@@ -107,12 +107,12 @@ def check(table: Table, *, fix: bool) -> CheckReport:
         table: where the entries lie.
         fix: put damaged entries aside, drop incomplete programs, delete stray files.
     """
-    fault = table.reader.fault()
+    fault = table.verify() if fix else table.reader.fault()
     problems = [Problem("database", fault)] if fault else []
     look = table if fix else table.reader  # the table puts aside what the reader only sees
     try:
         listing = look.listing()
-    except (MissError, sqlite3.Error, OSError) as error:
+    except (MissError, *READ_ERRORS) as error:
         problems = problems or [Problem("database", str(error))]
         return replace(NOTHING, problems=problems, quarantined=table.quarantine.items())
     problems += [Problem(f"row {name}", "no row of pcgsvc") for name in listing.foreign]
@@ -124,7 +124,7 @@ def check(table: Table, *, fix: bool) -> CheckReport:
             entry = look.read(record.kind, record.key)
         except AbsentError:
             continue  # dropped since the listing
-        except (MissError, sqlite3.Error, OSError) as error:
+        except (MissError, *READ_ERRORS) as error:
             problems.append(Problem(_label(record.kind, record.key), str(error)))
             continue
         size += record.size

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from pcgsvc.disk.envelope import (
     check_key,
     decode,
 )
-from pcgsvc.disk.faults import Fault, classify
+from pcgsvc.disk.faults import READ_ERRORS, Fault, classify
 from pcgsvc.disk.file_lock import Held, acquire
 from pcgsvc.disk.quarantine import Quarantine
 from pcgsvc.disk.reader import Listing, Reader
@@ -115,7 +114,7 @@ class Table:
             inode = self.reader.inode()
             try:
                 return look()
-            except (sqlite3.Error, OSError) as error:
+            except READ_ERRORS as error:
                 fault, cause = classify(error, self.reader.database)
             if fault is Fault.GONE:
                 raise AbsentError("absent")
@@ -134,6 +133,10 @@ class Table:
         if self._verified:
             return None
         self._verified = True
+        return self.verify()
+
+    def verify(self) -> str | None:
+        """Return what is wrong with the database file, which is put aside for it if writable."""
         inode = self.reader.inode()
         fault = self.reader.fault()
         if fault and self._writable:
@@ -158,15 +161,18 @@ class Table:
                 if held is None or self.reader.inode() != inode:
                     return None
                 fault = cause if force else self.reader.fault()
-                if fault is None:
-                    return None
-                self._cache = None
-                target = self.quarantine.move(self.folder, f"database {fault}")
+                if fault is not None:
+                    self._move(fault)
+                return fault
         except OSError as error:
             logger.warning("cache: database damaged (%s), not put aside: %s", cause, error)
             return cause
+
+    def _move(self, fault: str) -> None:
+        """Move the database away; only with all writers kept out."""
+        self._cache = None
+        target = self.quarantine.move(self.folder, f"database {fault}")
         logger.warning("cache: database damaged (%s), put aside as %s", fault, target)
-        return fault
 
     def _discard(self, kind: Kind, key: str, damage: DamagedError) -> Entry:
         """Drop a damaged entry, unless another process has replaced it meanwhile."""
@@ -230,7 +236,7 @@ class Table:
     def _strays(self) -> list[Path]:
         try:
             named = {self.folder / name for name in self.reader.listing().filenames}
-        except (sqlite3.Error, OSError):
+        except READ_ERRORS:
             return []
         files = (p for p in self.folder.rglob("*") if not p.is_dir() or p.is_symlink())
         return [p for p in files if p not in named and not p.name.startswith("cache.db")]
@@ -292,12 +298,14 @@ class Table:
         with self._exclusive() as held:
             if held is None:
                 raise TimeoutError
-            new = not self.reader.database.exists()
-            if not new:
+            if self.reader.database.exists():
                 # diskcache retries a locked database for 60 s per statement: wait here instead.
                 with self.reader.connect() as connection:
                     connection.execute("BEGIN IMMEDIATE")
                     connection.execute("ROLLBACK")
+                if fault := self.reader.fault():  # before anything is added to it
+                    self._move(fault)
+            new = not self.reader.database.exists()
             try:
                 self._cache = open_cache(
                     self.folder, timeout_s=self._timeout_s, size_limit=self._size_limit

@@ -16,6 +16,7 @@ import os
 import shutil
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from pcgsvc.disk.bytes_disk import row_name
@@ -23,9 +24,11 @@ from pcgsvc.disk.envelope import Entry, Kind, MissError, UnavailableError
 from pcgsvc.disk.file_lock import Held, acquire
 from pcgsvc.disk.reader import Record
 from pcgsvc.disk.table import Table, WriteError
+from pcgsvc.errors import CacheError
 
 logger = logging.getLogger(__name__)
 
+_EVICTION_LOCK = "evict.lock"
 _WAIT_S = 5.0
 """How long a user waits for an evictor, which takes milliseconds per entry."""
 
@@ -125,6 +128,20 @@ class Pins:
         return self._folder / row_name(kind, key)
 
 
+@contextlib.contextmanager
+def no_eviction(data: Path) -> Iterator[None]:
+    """Let no process drop anything for the budget, as long as this lasts.
+
+    Raises:
+        CacheError: another process is dropping entries and does not come to an end.
+    """
+    held = acquire(data / _EVICTION_LOCK, timeout_s=_WAIT_S)
+    if held is None:
+        raise CacheError("cache: another process is dropping entries; try again later.")
+    with held:
+        yield
+
+
 def enforce_budget(table: Table, pins: Pins, max_bytes: int) -> int:
     """Drop whole programs, least recently used first, until the rest fits.
 
@@ -140,7 +157,7 @@ def enforce_budget(table: Table, pins: Pins, max_bytes: int) -> int:
         How many bytes were dropped.
     """
     try:
-        held = acquire(table.data / "evict.lock")
+        held = acquire(table.data / _EVICTION_LOCK)
         if held is None:
             return 0  # another process is at it, or an import wants nothing to go
         with held:

@@ -1,0 +1,1 @@
+"""Capture: program -> replay steps. In this process only; nothing here touches the disk."""

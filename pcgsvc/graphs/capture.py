@@ -24,7 +24,7 @@ from pcgsvc.graphs.recorded import RecordedEngine
 from pcgsvc.graphs.session import Entry, Session
 from pcgsvc.ops.context import ForwardContext, use_context
 from pcgsvc.program import Direct, Program
-from pcgsvc.trace import SizePredicate
+from pcgsvc.traced import SizePredicate
 from pcgsvc.workspace import Workspace
 
 logger = logging.getLogger(__name__)

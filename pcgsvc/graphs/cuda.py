@@ -10,6 +10,7 @@ hundreds, so `capture_begin` and `capture_end` are driven directly and the rest 
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,10 +60,8 @@ class CudaEngine:
         self._outside.clear()
         if graph is None:
             return
-        try:
+        with contextlib.suppress(RuntimeError):  # an invalidated capture says so once more
             graph.capture_end()
-        except RuntimeError:
-            pass  # an invalidated capture reports its own failure once more when it is ended
         graph.reset()
 
     def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:

@@ -66,7 +66,7 @@ class _Recorder(TorchDispatchMode):
     """Runs every op and records how to run it again on the same memory."""
 
     def __init__(self, owner: RecordedEngine) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self._owner = owner
 
@@ -111,7 +111,9 @@ class _Recorder(TorchDispatchMode):
             return  # a view of static memory, or memory that nothing has been written to
 
         def step() -> None:
-            again = [t for t in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+            again = [
+                t for t in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(t, torch.Tensor)
+            ]
             for old, new in zip(leaves, again, strict=True):
                 if old.numel() and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
@@ -150,16 +152,16 @@ class RecordedEngine:
 
     def _enter(self, recorder: _Recorder) -> None:
         reads = _HostReads()
-        reads.__enter__()
-        recorder.__enter__()
+        reads.__enter__()  # type: ignore[no-untyped-call]
+        recorder.__enter__()  # type: ignore[no-untyped-call]
         self._modes = (reads, recorder)
 
     def _leave(self) -> _Recorder:
         assert self._modes is not None, "no segment is open"
         reads, recorder = self._modes
         self._modes = None
-        recorder.__exit__(None, None, None)
-        reads.__exit__(None, None, None)
+        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return recorder
 
     def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:

@@ -191,7 +191,9 @@ class Session:
 def _fresh_tensors(result: Any, inputs: Sequence[Any]) -> list[torch.Tensor]:
     """Return the tensors of `result` that share no memory with the op's inputs."""
     known = {
-        t.untyped_storage().data_ptr() for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)
+        t.untyped_storage().data_ptr()
+        for t in pytree.tree_leaves(inputs)
+        if isinstance(t, torch.Tensor)
     }
     return [
         t

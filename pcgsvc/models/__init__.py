@@ -1,0 +1,1 @@
+"""Models that pcgsvc brings or loads, behind one type: `ModelBundle`."""

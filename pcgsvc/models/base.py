@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -35,8 +35,8 @@ class Tokenizer(Protocol):
 class ModelBundle:
     """A built model and what must be known to trace, verify and run it."""
 
-    module: torch.nn.Module
-    """In eval mode, on its device, no parameter requires grad."""
+    module: Callable[..., Any]
+    """Called with inputs by name; an nn.Module in eval mode, on its device, without grad."""
     make_inputs: Callable[[int, torch.Generator], dict[str, torch.Tensor]]
     """`make_inputs(rows, generator)`: fresh valid inputs by the forward's argument names."""
     dynamic_dims: dict[str, int]
@@ -46,7 +46,5 @@ class ModelBundle:
     tokenizer: Tokenizer | None = None
     is_language_model: bool = False
     """Takes (input_ids [T], positions [T]) and returns logits [T, vocab]."""
-    max_tokens: int | None = None
-    """Most rows that a call may have; None: no limit of the model's own."""
     source_files: list[str] = field(default_factory=list)
     """Files whose text decides what the forward computes, besides those that tracing reads."""

@@ -66,7 +66,8 @@ def build_model(config: Config, *, device: torch.device, dtype: torch.dtype) -> 
         ConfigError: as `validate_model`.
     """
     bundle = _find_family(config.model).build(config, device, dtype)
-    bundle.module.eval().requires_grad_(False)
+    if isinstance(bundle.module, torch.nn.Module):
+        bundle.module.eval().requires_grad_(False)
     return bundle
 
 
@@ -145,10 +146,10 @@ def _bundle(module: Llama, device: torch.device, tokenizer: Tokenizer | None) ->
     dims = module.dims
 
     def make_inputs(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Random tokens at the positions 0, 1, …: one request from its start."""
-        assert rows <= dims.max_position, f"{rows} rows exceed max_tokens={dims.max_position}"
+        """Random tokens at the positions 0, 1, …, again from 0 past the last one."""
         ids = torch.randint(dims.vocab_size, (rows,), generator=generator, device=generator.device)
-        return {"input_ids": ids.to(device), "positions": torch.arange(rows, device=device)}
+        positions = torch.arange(rows, device=device) % dims.max_position
+        return {"input_ids": ids.to(device), "positions": positions}
 
     return ModelBundle(
         module=module,
@@ -157,5 +158,4 @@ def _bundle(module: Llama, device: torch.device, tokenizer: Tokenizer | None) ->
         attention=dims.attention_spec(),
         tokenizer=tokenizer,
         is_language_model=True,
-        max_tokens=dims.max_position,
     )

@@ -1,0 +1,1 @@
+"""Splitting ops, the forward context, and attention behind them."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ForwardContext:
-    """One step's metadata. T = rows of the step with padding, R = most requests, B = blocks a request.
+    """One step's metadata. T = rows with padding, R = most requests, B = blocks per request.
 
     Device fields (static buffers of the runner; int32):
         slot_mapping [T]: KV slot that each row writes; 0 (in the null block) for padding rows.
@@ -147,6 +147,16 @@ def current_context() -> ForwardContext:
             "outside a runner. Call it through runner(...), or under pcgsvc.ops.use_context(...)."
         )
     return context
+
+
+def set_context(context: ForwardContext) -> contextvars.Token[ForwardContext | None]:
+    """Make `context` the current one of this thread until `reset_context`."""
+    return _CONTEXT.set(context)
+
+
+def reset_context(token: contextvars.Token[ForwardContext | None]) -> None:
+    """Undo a `set_context`."""
+    _CONTEXT.reset(token)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ class OpSpec:
     support: Support | None
     """Capture support; None: as the runner's attention backend says."""
     zeroes_padding: bool
-    """Whether the op itself leaves padding rows of its outputs zero; otherwise the boundary does."""
+    """Whether the op itself leaves padding rows of its outputs zero; else the boundary does."""
 
 
 _SPECS: dict[str, OpSpec] = {}
@@ -140,7 +140,7 @@ def register_splitting_op(
 
 
 def _late(name: str) -> Callable[..., Any]:
-    """Return the op's implementation, which looks the kernel up so that a reloaded module counts."""
+    """Return an implementation that looks the kernel up, so that a reloaded module counts."""
 
     def implementation(*args: Any) -> Any:
         return _SPECS[name].kernel(*args)

@@ -9,7 +9,7 @@ import enum
 
 
 class Support(enum.IntEnum):
-    """What kinds of batch an op may be captured for; a program's support is the least of its ops'."""
+    """What batches an op may be captured for; a program's support is the least of its ops'."""
 
     NEVER = 0
     """Never inside a graph: it reads host values, allocates by data, or synchronises."""

@@ -88,12 +88,10 @@ class TritonAttention(AttentionBackend):
         self._shape = _shape(spec, dtype, self._device_index)
         self._ready: dict[tuple[Any, ...], list[_Launch]] = {}
         # Scratch of the splits, once for all layers and sizes: static addresses, outside all pools.
-        rows, floats = self._shape.scratch_rows, {"device": device, "dtype": torch.float32}
-        self._partial = torch.empty((rows, self._shape.head_pad), **floats)
-        self._stats = torch.empty((rows, 2), **floats)
-        self._counters = torch.zeros(
-            self._shape.scratch_programs, device=device, dtype=torch.int32
-        )
+        rows, float32 = self._shape.scratch_rows, torch.float32
+        self._partial = torch.empty(rows, self._shape.head_pad, device=device, dtype=float32)
+        self._stats = torch.empty(rows, 2, device=device, dtype=float32)
+        self._counters = torch.zeros(self._shape.scratch_programs, device=device, dtype=torch.int32)
 
     def forward(
         self,
@@ -279,7 +277,7 @@ def _shape(spec: AttentionSpec, dtype: torch.dtype, device_index: int | None) ->
     if device_index is not None:
         properties = torch.cuda.get_device_properties(device_index)
         slots = 2 * properties.multi_processor_count
-        shared_bytes = properties.shared_memory_per_block_optin
+        shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return Shape(
         num_kv_heads=spec.num_kv_heads,
         group=spec.num_heads // spec.num_kv_heads,
@@ -333,6 +331,7 @@ def _load_kernels(device: torch.device) -> tuple[ModuleType, bool]:
     """Return the kernels and whether Triton's interpreter runs them."""
     try:
         import triton
+
         from pcgsvc.ops import triton_kernels  # not at the top: optional, and slow to import
     except ImportError as error:
         raise ConfigError(

@@ -8,8 +8,8 @@ S = tokens per block, R = most requests, P = KV splits. M and N of a tile: `BLOC
 query head of one token (the G heads that share a KV head lie side by side), by `BLOCK_N` keys.
 """
 
-# mypy: ignore-errors - triton functions are compiled, not called: their arguments have no types.
-# ruff: noqa: N803, N806 - upper case marks compile-time constants, as everywhere in Triton.
+# Triton functions are compiled, not called: their arguments have no Python types.
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -44,8 +44,10 @@ def _visit(
     where = start + tl.arange(0, BLOCK_N)
     at = tl.arange(0, D_PAD)
     # Beyond the end: slot 0 of the null block, which exists, so that no address is ever invalid.
-    block = tl.load(table + where // S, mask=where < finish, other=0) if MASKED else tl.load(
-        table + where // S
+    block = (
+        tl.load(table + where // S, mask=where < finish, other=0)
+        if MASKED
+        else tl.load(table + where // S)
     )
     slots = block.to(tl.int64) * S + where % S
     offsets = slots[:, None] * TOKEN + at[None, :]
@@ -115,6 +117,67 @@ def _write_rows(
         tl.store(values + target, value, mask=mask)
 
 
+@triton.jit
+def _combine(partial, stats, first, active, live, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Add up the partial results of one tile's splits, in their order: the same bits every time."""
+    pair = tl.arange(0, BLOCK_M)
+    at = tl.arange(0, D_PAD)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    for split in range(0, active):
+        there = (first + split) * BLOCK_M + pair
+        # .cg: past the L1, which may hold an earlier launch's lines.
+        its_top = tl.load(stats + there * 2, live, float("-inf"), cache_modifier=".cg")
+        its_total = tl.load(stats + there * 2 + 1, live, 0.0, cache_modifier=".cg")
+        spots = partial + there[:, None] * D_PAD + at[None, :]
+        its_acc = tl.load(spots, live[:, None], 0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, its_top)
+        # A row whose window begins later has seen no key in an early split: -inf.
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(top - safe)
+        its_shrink = tl.exp2(its_top - safe)
+        acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
+        total = total * shrink + its_total * its_shrink
+        top = higher
+    return acc, total
+
+
+@triton.jit
+def _find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr, SEARCH: tl.constexpr):
+    """Return the request of a tile, and its first and its last row + 1.
+
+    Request r starts at tile r + start[r] // BLOCK_Q, which leaves room for the last, partly filled
+    tile of every request before it. The tail of `query_start_loc` makes requests without rows.
+    Source: the unified attention kernel of vLLM; by one vector load instead of a binary search.
+    """
+    index = tl.arange(0, SEARCH)
+    starts = tl.load(query_start_loc + index, mask=index < num_reqs, other=0)
+    begun = (starts // BLOCK_Q + index <= tile) & (index < num_reqs)
+    request = tl.sum(begun.to(tl.int32), 0) - 1
+    return (
+        request,
+        tl.load(query_start_loc + request),
+        tl.load(query_start_loc + request + 1),
+    )
+
+
+@triton.jit
+def _blank(
+    out, row, end, head, out_row, out_head, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Write zeros to rows [row, end) of one KV head, at most BLOCK_M // G of them."""
+    pair = tl.arange(0, BLOCK_M)
+    at = tl.arange(0, D_PAD)
+    rows = (row + pair // G).to(tl.int64)
+    heads = head * G + pair % G
+    live = (rows < end) & (pair < BLOCK_M // G * G)
+    target = out + rows[:, None] * out_row + heads[:, None] * out_head + at[None, :]
+    zero = tl.zeros([BLOCK_M, D_PAD], out.dtype.element_ty)
+    tl.store(target, zero, mask=live[:, None] & (at < D)[None, :])
+
+
 @triton.jit(do_not_specialize=["num_reqs", "num_rows"])
 def attend(
     q,
@@ -163,8 +226,8 @@ def attend(
 
     Grid: (K, tiles, P). `SINGLE`: every row is a request of its own and tile = row. Otherwise a
     tile is up to BLOCK_M // G rows of one request, found on the device; tiles that are not needed
-    have nothing to do. The cost of a split is decided on the device by the true lengths; the last
-    program of a tile to finish combines the splits (`counters` is zero before and after).
+    have nothing to do. How many splits share the keys is decided on the device by the true lengths;
+    the last of them to finish combines their results (`counters` is zero before and after).
 
     `WRITE`: each program first writes the new rows among the keys that it will read. Several
     programs may write one slot, all of them the same bits; a program reads only what it wrote
@@ -183,34 +246,24 @@ def attend(
         row = tile
         end = tile + 1
         first_row = tile
+        request = tl.load(token_to_req + row)
         kv_end = tl.load(kv_lens + row)
         kv_least = kv_end
-        request = tl.load(token_to_req + row)
-        if kv_end == 0:
+        if kv_end == 0:  # padding
             if split == 0:
-                target = row.to(tl.int64) * out_row + heads[:, None] * out_head + at[None, :]
-                zero = tl.zeros([BLOCK_M, D_PAD], out.dtype.element_ty)
-                tl.store(out + target, zero, mask=(pair < G)[:, None] & (at < D)[None, :])
+                _blank(out, row, end, head, out_row, out_head, G, D, D_PAD, BLOCK_M)
             return
     else:
         # The longest rows first: a tile late in a causal sequence has the most to do.
         tile = tl.num_programs(1) - 1 - tl.program_id(1)
-        index = tl.arange(0, SEARCH)
-        starts = tl.load(query_start_loc + index, mask=index < num_reqs, other=0)
-        # Request r starts at tile r + starts[r] // BLOCK_Q: that leaves room for its last, partly
-        # filled tile. The tail of `query_start_loc` yields requests without rows.
-        found = (starts // BLOCK_Q + index <= tile) & (index < num_reqs)
-        request = tl.sum(found.to(tl.int32), 0) - 1
-        first_row = tl.load(query_start_loc + request)
-        last_row = tl.load(query_start_loc + request + 1)
+        request, first_row, last_row = _find_request(
+            query_start_loc, tile, num_reqs, BLOCK_Q, SEARCH
+        )
         true_rows = tl.load(query_start_loc + num_reqs)
-        if (tile + 1) * BLOCK_Q > true_rows:
-            if split == 0:
-                blank = tile * BLOCK_Q + pair // G
-                mask = (blank >= true_rows) & (blank < num_rows) & (pair < BLOCK_Q * G)
-                target = blank.to(tl.int64)[:, None] * out_row + heads[:, None] * out_head
-                zero = tl.zeros([BLOCK_M, D_PAD], out.dtype.element_ty)
-                tl.store(out + target + at[None, :], zero, mask=mask[:, None] & (at < D)[None, :])
+        if (tile * BLOCK_Q + BLOCK_Q > true_rows) & (split == 0):
+            padding = tl.maximum(tile * BLOCK_Q, true_rows)
+            padding_end = tl.minimum(tile * BLOCK_Q + BLOCK_Q, num_rows)
+            _blank(out, padding, padding_end, head, out_row, out_head, G, D, D_PAD, BLOCK_M)
         row = first_row + (tile - request - first_row // BLOCK_Q) * BLOCK_Q
         if row >= last_row:
             return
@@ -237,10 +290,7 @@ def attend(
     keys = cache + head * D
     values = keys + value_offset
     if WRITE:
-        if SINGLE:
-            context_len = kv_end - 1
-        else:
-            context_len = tl.load(kv_lens + first_row) - 1
+        context_len = tl.load(kv_lens + first_row) - 1
         _write_rows(
             tl.maximum(begin, context_len),
             finish,
@@ -290,49 +340,21 @@ def attend(
             SCALE, SOFTCAP, WINDOW, S, TOKEN, D, D_PAD, BLOCK_N, WIDE, True,
         )  # fmt: skip
 
-    target = out + rows_64 * out_row + heads[:, None] * out_head + at[None, :]
-    if SPLIT:
-        if active > 1:
-            group = tile * K + head
-            base = group.to(tl.int64) * tl.num_programs(2)
-            mine = base + split
-            spot = pair[:, None] * D_PAD + at[None, :]
-            tl.store(partial + mine * (BLOCK_M * D_PAD) + spot, acc, mask=live[:, None])
-            tl.store(stats + mine * (2 * BLOCK_M) + pair, top, mask=live)
-            tl.store(stats + mine * (2 * BLOCK_M) + BLOCK_M + pair, total, mask=live)
-            tl.debug_barrier()  # all threads' stores come before the one thread's release
-            arrived = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu")
-            if arrived == active - 1:
-                tl.debug_barrier()
-                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_M], tl.float32)
-                acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-                for other in range(0, active):
-                    # .cg: past the L1, which may hold an earlier launch's lines.
-                    there = base + other
-                    its_top = tl.load(
-                        stats + there * (2 * BLOCK_M) + pair,
-                        mask=live, other=float("-inf"), cache_modifier=".cg",
-                    )  # fmt: skip
-                    its_total = tl.load(
-                        stats + there * (2 * BLOCK_M) + BLOCK_M + pair,
-                        mask=live, other=0.0, cache_modifier=".cg",
-                    )  # fmt: skip
-                    its_acc = tl.load(
-                        partial + there * (BLOCK_M * D_PAD) + spot,
-                        mask=live[:, None], other=0.0, cache_modifier=".cg",
-                    )  # fmt: skip
-                    higher = tl.maximum(top, its_top)
-                    safe = tl.where(higher == float("-inf"), 0.0, higher)
-                    shrink = tl.exp2(top - safe)
-                    its_shrink = tl.exp2(its_top - safe)
-                    acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
-                    total = total * shrink + its_total * its_shrink
-                    top = higher
-                acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-                tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
-                tl.store(counters + group, 0)
+    if active > 1:
+        group = tile * K + head
+        first = group.to(tl.int64) * tl.num_programs(2)
+        mine = (first + split) * BLOCK_M + pair
+        tl.store(partial + mine[:, None] * D_PAD + at[None, :], acc, mask=live[:, None])
+        tl.store(stats + mine * 2, top, mask=live)
+        tl.store(stats + mine * 2 + 1, total, mask=live)
+        tl.debug_barrier()  # all threads' stores come before the one thread's release
+        arrived = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu")
+        if arrived < active - 1:
             return
+        tl.debug_barrier()
+        acc, total = _combine(partial, stats, first, active, live, D_PAD, BLOCK_M)
+        tl.store(counters + group, 0)
+    target = out + rows_64 * out_row + heads[:, None] * out_head + at[None, :]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
 

@@ -109,7 +109,7 @@ def plan_launch(
         tiles = rows
     else:
         tiling = tuning.mixed or _tiling(shape, block_m=_mixed_block_m(rows))
-        # A tile has rows of one request: one partly filled tile for each of at most `rows` requests.
+        # A tile has rows of one request: one partly filled tile for each of at most `rows` of them.
         tiles = rows // (tiling.block_m // shape.group) + min(num_reqs, rows)
     return LaunchPlan(
         single=single,

@@ -1,0 +1,1 @@
+"""Where a traced graph is cut, and why."""

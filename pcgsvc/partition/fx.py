@@ -22,15 +22,38 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError, SplitError, near
+from pcgsvc.nodes import iter_calls, mutated_args, op_names, user_line
 from pcgsvc.ops.registry import registered_names
 from pcgsvc.partition.pieces import Kind, Partition, Piece
 from pcgsvc.rows import Document, digest, encode_row
-from pcgsvc.trace import TracedGraph, iter_calls, mutated_args, op_names, user_line
+from pcgsvc.traced import TracedGraph
 
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _VIEWS = set(
-    "view reshape flatten unflatten squeeze unsqueeze transpose t permute narrow select expand "
-    "expand_as view_as detach chunk split unbind movedim size stride getitem".split()
+    [
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "transpose",
+        "t",
+        "permute",
+        "narrow",
+        "select",
+        "expand",
+        "expand_as",
+        "view_as",
+        "detach",
+        "chunk",
+        "split",
+        "unbind",
+        "movedim",
+        "size",
+        "stride",
+        "getitem",
+    ]
 )
 
 
@@ -148,7 +171,7 @@ def _is_tuple(node: torch.fx.Node) -> bool:
 
 
 def _absorb_inline(groups: list[_Group]) -> list[_Group]:
-    """Give groups without a kernel to a neighbouring boundary, and join boundaries that then meet."""
+    """Give groups without a kernel to a boundary beside them, and join boundaries that meet."""
     joined: list[_Group] = []
     for group in groups:
         if group.kind is Kind.REGION and all(_is_inline(n) for n in group.nodes):

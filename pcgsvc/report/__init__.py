@@ -1,0 +1,1 @@
+"""What a job found, for programs and for people."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pcgsvc.pipeline import Progress as Listener
-from pcgsvc.pipeline import Silent
+from pcgsvc.progress import Progress as Listener
+from pcgsvc.progress import Silent
 
 
 class Bars:
@@ -23,15 +23,15 @@ class Bars:
         self._task = bars.add_task("start", total=1, visible=False)
 
     def start(self, phase: str, total: int) -> None:
-        """See `pipeline.Progress.start`."""
+        """See `progress.Progress.start`."""
         self._task = self._bars.add_task(phase, total=total)
 
     def advance(self) -> None:
-        """See `pipeline.Progress.advance`."""
+        """See `progress.Progress.advance`."""
         self._bars.advance(self._task)
 
     def stop(self) -> None:
-        """See `pipeline.Progress.stop`."""
+        """See `progress.Progress.stop`."""
         task = self._bars.tasks[self._task]
         self._bars.update(self._task, completed=task.total)
 

@@ -126,9 +126,7 @@ def test_block_sizes(block_size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 100, 512])
 @pytest.mark.parametrize("softcap", [None, 0.5])
-def test_window_and_softcap(
-    window: int | None, softcap: float | None, dtype: torch.dtype
-) -> None:
+def test_window_and_softcap(window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
     attention = backend(8, 2, 64, sliding_window=[window], softcap=softcap, dtype=dtype)
     options = {"window": window, "softcap": softcap}
     check(attention, cases.make_step(attention, *BATCHES["mixed"]), **options)
@@ -259,7 +257,7 @@ def test_forward_waits_for_nothing_and_allocates_nothing() -> None:
 
 
 def test_the_cpu_is_refused_without_the_interpreter() -> None:
-    with pytest.raises(ConfigError, match="device='cpu'.*attention=paged"):
+    with pytest.raises(ConfigError, match=r"device='cpu'.*attention=paged"):
         TritonAttention(
             cases.spec(1, 1, 16),
             num_blocks=2,

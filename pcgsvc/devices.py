@@ -1,0 +1,48 @@
+"""Which device and dtype a config means on this machine.
+
+In: a config. Out: torch's device and dtype. Knows nothing of models or graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pcgsvc.config import Config
+from pcgsvc.errors import ConfigError
+
+
+def device_of(config: Config) -> torch.device:
+    """Return the device that `config.device` means; ConfigError if there is none."""
+    word = config.device
+    if word == "auto":
+        word = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(word)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: got {config.device!r}. Choices: auto, cpu, cuda, cuda:N.")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device: got {config.device!r}, but this machine has no CUDA device that torch "
+                f"{torch.__version__} can use. Use device=cpu."
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device: got {config.device!r}; CUDA devices there are: "
+                f"{torch.cuda.device_count()}."
+            )
+        device = torch.device("cuda", index)
+    return device
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """Return the dtype that a resolved config names; ConfigError lists the choices."""
+    found = getattr(torch, str(config.dtype), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(
+            f"dtype: got {config.dtype!r}. Choices: float32, bfloat16, float16, float64."
+        )
+    return found
