@@ -162,8 +162,8 @@ class DispatchTable:
         """Return by row count the next entry that is large enough (index 0 is unused)."""
         ordered = sorted(keys, key=lambda k: k[1].num_tokens)
         sizes = [k[1].num_tokens for k in ordered]
-        largest = sizes[-1] if sizes else 0
-        return [ordered[bisect.bisect_left(sizes, n)] for n in range(largest + 1)]
+        rows = range(sizes[-1] + 1) if sizes else ()
+        return [ordered[bisect.bisect_left(sizes, n)] for n in rows]
 
     def is_uniform(self, query_lens: Sequence[int]) -> bool:
         """Whether every request has exactly the uniform number of new tokens."""

@@ -23,7 +23,14 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.context import ForwardContext
 from pcgsvc.ops.support import Support
-from pcgsvc.ops.triton_tuning import LaunchPlan, Shape, Tuning, plan_launch, power_of_two
+from pcgsvc.ops.triton_tuning import (
+    MAX_SPLITS,
+    LaunchPlan,
+    Shape,
+    Tuning,
+    plan_launch,
+    power_of_two,
+)
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
@@ -239,6 +246,8 @@ class TritonAttention(AttentionBackend):
             plan.fused_write,
             plan.splits > 1,
             power_of_two(num_reqs + 1),
+            power_of_two(shape.group),
+            MAX_SPLITS,
             # The interpreter (3.6) multiplies the bits of bfloat16 as if they were integers.
             self._interpreted and self._dtype is torch.bfloat16,
         )

@@ -118,29 +118,56 @@ def _write_rows(
 
 
 @triton.jit
-def _combine(partial, stats, first, active, live, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Add up the partial results of one tile's splits, in their order: the same bits every time."""
-    pair = tl.arange(0, BLOCK_M)
+def _combine(
+    partial,
+    stats,
+    out,
+    first,
+    active,
+    row,
+    end,
+    head,
+    out_row,
+    out_head,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Write the output rows of a tile from the partial results of its splits.
+
+    Always in the order of the splits, so the bits do not depend on which one came last. Several
+    splits are loaded at once: one after the other, 32 of them would take longer than the keys.
+    `.cg` is past the L1, which may hold lines of an earlier launch.
+    """
+    CHUNK: tl.constexpr = max(1, 4096 // (ROWS * D_PAD))
+    pair = tl.arange(0, ROWS)
     at = tl.arange(0, D_PAD)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    for split in range(0, active):
-        there = (first + split) * BLOCK_M + pair
-        # .cg: past the L1, which may hold an earlier launch's lines.
-        its_top = tl.load(stats + there * 2, live, float("-inf"), cache_modifier=".cg")
-        its_total = tl.load(stats + there * 2 + 1, live, 0.0, cache_modifier=".cg")
-        spots = partial + there[:, None] * D_PAD + at[None, :]
-        its_acc = tl.load(spots, live[:, None], 0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, its_top)
-        # A row whose window begins later has seen no key in an early split: -inf.
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(top - safe)
-        its_shrink = tl.exp2(its_top - safe)
-        acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
-        total = total * shrink + its_total * its_shrink
-        top = higher
-    return acc, total
+    rows = row + pair // G
+    live = (rows < end) & (pair < BLOCK_M // G * G)
+    split = tl.arange(0, MAX_SPLITS)
+    there = (first + split)[:, None] * BLOCK_M + pair[None, :]
+    mask = (split < active)[:, None] & live[None, :]
+    tops = tl.load(stats + there * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(stats + there * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+    top = tl.max(tops, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    for start in range(0, active, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        there = (first + split)[:, None] * BLOCK_M + pair[None, :]
+        mask = (split < active)[:, None] & live[None, :]
+        its_top = tl.load(stats + there * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        spots = partial + there[:, :, None] * D_PAD + at[None, None, :]
+        its = tl.load(spots, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
+        acc += tl.sum(its * tl.exp2(its_top - top[None, :])[:, :, None], 0)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    heads = head * G + pair % G
+    target = out + rows.to(tl.int64)[:, None] * out_row + heads[:, None] * out_head + at[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=live[:, None] & (at < D)[None, :])
 
 
 @triton.jit
@@ -220,6 +247,8 @@ def attend(
     WRITE: tl.constexpr,
     SPLIT: tl.constexpr,
     SEARCH: tl.constexpr,
+    G_PAD: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Attention of one tile of query rows, one KV head and one split of the keys.
@@ -352,8 +381,13 @@ def attend(
         if arrived < active - 1:
             return
         tl.debug_barrier()
-        acc, total = _combine(partial, stats, first, active, live, D_PAD, BLOCK_M)
         tl.store(counters + group, 0)
+        # A single row's tile has G rows of use; a power of two, as all shapes in Triton.
+        _combine(
+            partial, stats, out, first, active, row, end, head, out_row, out_head,
+            G, D, D_PAD, BLOCK_M, G_PAD if SINGLE else BLOCK_M, MAX_SPLITS,
+        )  # fmt: skip
+        return
     target = out + rows_64 * out_row + heads[:, None] * out_head + at[None, :]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_MAX_SPLITS = 64
+MAX_SPLITS = 64
+"""Most programs that share one tile's keys; a power of two."""
 _STEP_BYTES = 32 << 10
 """Keys and values that one step of a program's key loop reads."""
 
@@ -160,7 +161,7 @@ def _splits(shape: Shape, tuning: Tuning, tiling: Tiling, programs: int, max_key
     occupancy of the waves). How many of them work is decided on the device by the true length.
     """
     limit = min(
-        tuning.num_splits or _MAX_SPLITS,
+        min(tuning.num_splits or MAX_SPLITS, MAX_SPLITS),
         -(-max_keys // max(tuning.split_keys, tiling.block_n)),
         shape.scratch_programs // programs,
         shape.scratch_rows // (programs * tiling.block_m),
