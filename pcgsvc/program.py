@@ -20,7 +20,7 @@ from pcgsvc.nodes import mutated_args
 from pcgsvc.ops.context import current_context
 from pcgsvc.ops.registry import OpSpec, find_spec
 from pcgsvc.partition.pieces import Kind, Partition
-from pcgsvc.rows import decode, encode_row, find_target, refs
+from pcgsvc.rows import decode, digest, encode_row, find_target, refs
 from pcgsvc.traced import Binding, TracedGraph
 
 
@@ -32,6 +32,9 @@ class CompiledPiece(Protocol):
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the piece; results in the order of its document's outputs."""
+
+    def source(self) -> str:
+        """Return the Python source that runs; empty for opaque pieces."""
 
 
 class Executor(Protocol):
@@ -134,6 +137,15 @@ class Program:
         """The splitting ops in order."""
         calls = (c for s in self.spec.steps for c in s.calls if c.splitting is not None)
         return [self._calls[c.out] for c in calls]
+
+    def source_line(self, filename: str, line: int) -> str | None:
+        """Return the line of a piece's generated source that a traceback points to, or None."""
+        for step in self.spec.steps:
+            piece = self.pieces.get(step.piece or "")
+            source = piece.source() if piece is not None and not piece.opaque else ""
+            if source and filename == f"<pcgsvc {digest(source)[:12]}>":
+                return f"{step.name}: {source.splitlines()[line - 1].strip()}"
+        return None
 
     def run(self, inputs: Sequence[Any], executor: Executor) -> list[Any]:
         """Run on bound values (one per binding) and return the graph's results."""

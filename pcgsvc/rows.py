@@ -249,6 +249,7 @@ def function_of(document: Document, name: str) -> Callable[..., tuple[Any, ...]]
     source = python_of(document, name)
     space: dict[str, Any] = {**_HOMES, "torch": torch, "__builtins__": {}}
     space |= {"float": float, "complex": complex, "slice": slice}
-    exec(compile(source, f"<pcgsvc {name}>", "exec"), space)
+    filename = f"<pcgsvc {digest(source)[:12]}>"
+    exec(compile(source, filename, "exec"), space)
     function: Callable[..., tuple[Any, ...]] = space[name]
     return function

@@ -206,6 +206,33 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, view)
 
 
+def abandon_capture(
+    graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]
+) -> None:
+    """End a capture that failed so that neither the allocator nor the generator stay in it.
+
+    When CUDA has invalidated a capture, torch's `capture_end` raises before it has told the
+    allocator (later captures fail with "already recording") and the random generator (later random
+    numbers fail with "offset increment outside graph capture"), and the pool's use count is never
+    given back. Source: torch issue 190308; seen on torch 2.11.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        try:
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+        except RuntimeError:
+            return  # this version of torch has cleaned up by itself
+        torch._C._cuda_releasePool(device.index, pool)
+        generator = torch.cuda.default_generators[device.index]
+        fresh = torch.Generator(device)
+        fresh.manual_seed(generator.initial_seed())
+        fresh.set_offset(generator.get_offset())
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+    else:
+        graph.reset()
+
+
 def pool_ranges(pool: tuple[int, int]) -> list[tuple[int, int]]:
     """Return (first address, end) of every memory segment of a CUDA graph pool."""
     return [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import spec
+from attention_cases import make_step, run, spec
 
 from pcgsvc.errors import ConfigError
 from pcgsvc.ops import triton_attention
@@ -19,6 +19,16 @@ from pcgsvc.ops.triton_attention import TritonAttention
 from pcgsvc.ops.triton_tuning import Shape, Tuning, plan_launch
 
 HERE = Path(__file__).parent
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+}
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed here (CPU builds of torch bring none); pip install triton",
+)
 LLAMA_8B = Shape(
     num_kv_heads=8, group=4, head_pad=128, itemsize=2, slots=264, shared_bytes=227 << 10
 )
@@ -37,10 +47,7 @@ def build(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: An
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="triton is not installed here (CPU builds of torch bring none); pip install triton",
-)
+@needs_triton
 def test_the_kernels_pass_their_cases_in_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", str(HERE / "triton_interpreter_cases.py")],
@@ -52,6 +59,56 @@ def test_the_kernels_pass_their_cases_in_the_interpreter() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+COMPILED = {
+    "decode": ([1] * 8, 1, torch.bfloat16, 128),
+    "mixed": ([5, 1, 2], None, torch.float16, 128),
+    "prefill": ([600, 500], None, torch.bfloat16, 96),
+    "float32": ([70, 1], None, torch.float32, 64),
+}
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")
+@pytest.mark.parametrize("batch", list(COMPILED))
+def test_the_kernels_compile_for_hopper_without_a_gpu(
+    batch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pcgsvc.ops import triton_kernels
+
+    compiled = []
+
+    def compile_only(
+        kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **options: int
+    ) -> None:
+        signature, constants, attributes = {}, {}, {}
+        for index, (parameter, arg) in enumerate(zip(kernel.params, args, strict=True)):
+            if parameter.is_constexpr:
+                signature[parameter.name] = "constexpr"
+                constants[(index,)] = arg
+            elif isinstance(arg, torch.Tensor):
+                signature[parameter.name] = POINTERS[arg.dtype]
+                attributes[(index,)] = [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "i32"
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+
+    query_lens, uniform, dtype, dim = COMPILED[batch]
+    monkeypatch.setattr(triton_attention, "_load_kernels", lambda _: (triton_kernels, False))
+    monkeypatch.setattr(triton_attention, "_launch", compile_only)
+    attention = TritonAttention(
+        spec(8, 2, dim), num_blocks=99, block_size=16, device=torch.device("cpu"), dtype=dtype
+    )
+    run(attention, make_step(attention, query_lens, query_lens, uniform_query_len=uniform))
+    assert len(compiled) == (1 if sum(query_lens) <= 128 else 2)
+    assert all(kernel.metadata.shared <= 227 << 10 for kernel in compiled)
 
 
 def test_importing_the_backend_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,10 @@ class InductorPiece:
         results: Sequence[Any] = self._artifact(*args)
         return results[: self._num_outputs]
 
+    def source(self) -> str:
+        """See `CompiledPiece.source`."""
+        return ""
+
     def to_bytes(self) -> bytes:
         """Return the artifact's serialised form."""
         return torch_private.inductor_serialize(self._artifact)

@@ -166,7 +166,7 @@ class Entries:
 
     def _say_not_stored(self, error: Exception) -> None:
         # A program without its pieces only follows from a failed write, which was said already.
-        topic = f"not stored: {error}" if isinstance(error, WriteError) else "not stored"
+        topic = f"not stored: {error.fault}" if isinstance(error, WriteError) else "not stored"
         self.warn_once(f"not stored, going on without: {error}", topic=topic)
         with self._mutex:
             self._said.add("not stored")

@@ -10,8 +10,10 @@ import contextlib
 import gc
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -30,6 +32,8 @@ from pcgsvc.workspace import Workspace
 logger = logging.getLogger(__name__)
 
 Key = tuple[Mode, BatchDescriptor]
+
+_OWN_FOLDER = str(Path(__file__).parents[1] / "graphs")
 
 
 @dataclass(kw_only=True)
@@ -131,7 +135,7 @@ def _capture_one(
             warm_up(program, values, options.warmup_calls)
         warmed = time.perf_counter()
         table.warmup_seconds += warmed - started
-        entry = _record(program, engine, context, values, key)
+        entry = _record(program, engine, context, values, key, pool_in_use=bool(table.entries))
         table.capture_seconds += time.perf_counter() - warmed
     _check_boundaries(program, entry, key)
     owned = engine.take_owned() if isinstance(engine, RecordedEngine) else []
@@ -164,6 +168,8 @@ def _record(
     context: ForwardContext,
     values: list[object],
     key: Key,
+    *,
+    pool_in_use: bool,
 ) -> Entry:
     """Capture one entry, or leave nothing of it behind and say why."""
     mode, descriptor = key
@@ -174,11 +180,25 @@ def _record(
         session.abort()
         if isinstance(engine, CudaEngine):
             _probe(error)
+            if not pool_in_use:
+                engine.renew_pool()
         text = str(error).strip().split("\n")[0]
+        kind = "" if isinstance(error, PcgError) else f"{type(error).__name__}: "
         raise CaptureError(
-            f"capturing {mode.value} size {descriptor.num_tokens} failed: "
-            f"{'' if isinstance(error, PcgError) else type(error).__name__ + ': '}{text}"
+            f"capturing {mode.value} size {descriptor.num_tokens} failed"
+            f"{_where(error, program)}: {kind}{text}"
         ) from error
+
+
+def _where(error: BaseException, program: Program) -> str:
+    """Return the op or the user's line that an error came from, for the message."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        source = program.source_line(frame.filename, frame.lineno or 0)
+        if source is not None:
+            return f" at {source}"
+        if "/torch/" not in frame.filename and not frame.filename.startswith(_OWN_FOLDER):
+            return f" at {frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
 
 
 def _probe(cause: Exception) -> None:

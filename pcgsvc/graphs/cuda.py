@@ -10,7 +10,6 @@ hundreds, so `capture_begin` and `capture_end` are driven directly and the rest 
 from __future__ import annotations
 
 import bisect
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,9 +47,10 @@ class CudaEngine:
 
     def end(self) -> Step | None:
         """See `Engine.end`."""
-        graph, self._graph = self._graph, None
+        graph = self._graph
         assert graph is not None, "no segment is open"
         graph.capture_end()
+        self._graph = None
         graph.replay()
         return graph.replay
 
@@ -60,9 +60,7 @@ class CudaEngine:
         self._outside.clear()
         if graph is None:
             return
-        with contextlib.suppress(RuntimeError):  # an invalidated capture says so once more
-            graph.capture_end()
-        graph.reset()
+        torch_private.abandon_capture(graph, self.stream.device, self.pool)
 
     def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
         """See `Engine.run_piece`."""

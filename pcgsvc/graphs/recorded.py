@@ -148,7 +148,9 @@ class RecordedEngine:
 
     def abort(self) -> None:
         """See `Engine.abort`."""
-        self._leave()
+        if self._modes is not None:
+            self._leave()
+        self._current = []
 
     def _enter(self, recorder: _Recorder) -> None:
         reads = _HostReads()

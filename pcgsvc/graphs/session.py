@@ -125,10 +125,9 @@ class Session:
 
     def abort(self) -> None:
         """Leave the open segment, if any; the session cannot be used any more."""
-        if self._open:
-            self._context.in_segment = False
-            self._open = []
-            self._engine.abort()
+        self._context.in_segment = False
+        self._open = []
+        self._engine.abort()
         self._steps.clear()
         self._keep.clear()
 
@@ -145,8 +144,8 @@ class Session:
             return
         name = "+".join(self._open) if len(self._open) <= 2 else f"{self._open[0]}…{self._open[-1]}"
         self._context.in_segment = False
-        self._open = []
         replay = self._engine.end()
+        self._open = []
         if replay is not None:
             self._steps.append((name, True, replay))
 

@@ -142,14 +142,14 @@ def _combine(
     splits are loaded at once: one after the other, 32 of them would take longer than the keys.
     `.cg` is past the L1, which may hold lines of an earlier launch.
     """
-    CHUNK: tl.constexpr = max(1, 4096 // (ROWS * D_PAD))
+    CHUNK: tl.constexpr = 4096 // (ROWS * D_PAD) if ROWS * D_PAD < 4096 else 1
     pair = tl.arange(0, ROWS)
     at = tl.arange(0, D_PAD)
     rows = row + pair // G
     live = (rows < end) & (pair < BLOCK_M // G * G)
-    split = tl.arange(0, MAX_SPLITS)
-    there = (first + split)[:, None] * BLOCK_M + pair[None, :]
-    mask = (split < active)[:, None] & live[None, :]
+    every = tl.arange(0, MAX_SPLITS)
+    there = (first + every)[:, None] * BLOCK_M + pair[None, :]
+    mask = (every < active)[:, None] & live[None, :]
     tops = tl.load(stats + there * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(stats + there * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
     top = tl.max(tops, 0)
@@ -157,13 +157,15 @@ def _combine(
     total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     for start in range(0, active, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        there = (first + split)[:, None] * BLOCK_M + pair[None, :]
-        mask = (split < active)[:, None] & live[None, :]
-        its_top = tl.load(stats + there * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        spots = partial + there[:, :, None] * D_PAD + at[None, None, :]
-        its = tl.load(spots, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
-        acc += tl.sum(its * tl.exp2(its_top - top[None, :])[:, :, None], 0)
+        some = start + tl.arange(0, CHUNK)
+        here = (first + some)[:, None] * BLOCK_M + pair[None, :]
+        some_mask = (some < active)[:, None] & live[None, :]
+        some_tops = tl.load(
+            stats + here * 2, mask=some_mask, other=float("-inf"), cache_modifier=".cg"
+        )
+        spots = partial + here[:, :, None] * D_PAD + at[None, None, :]
+        part = tl.load(spots, mask=some_mask[:, :, None], other=0.0, cache_modifier=".cg")
+        acc += tl.sum(part * tl.exp2(some_tops - top[None, :])[:, :, None], 0)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     heads = head * G + pair % G
     target = out + rows.to(tl.int64)[:, None] * out_row + heads[:, None] * out_head + at[None, :]
@@ -354,9 +356,9 @@ def attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     clear = begin
-    if (not SINGLE) and WINDOW == 0:
-        # Keys that every row of the tile sees need no mask. One loop is better for single rows:
-        # the second one would start with empty pipeline stages.
+    if (not SINGLE) and WINDOW == 0 and BLOCK_M > 16:
+        # Keys that every row of the tile sees need no mask. Small tiles wait for memory, not for
+        # masks: one loop is better, as a second one starts with empty pipeline stages.
         clear = tl.maximum(tl.minimum(finish, kv_least // BLOCK_N * BLOCK_N), begin)
         for start in range(begin, clear, BLOCK_N):
             acc, top, total = _visit(
@@ -369,25 +371,26 @@ def attend(
             SCALE, SOFTCAP, WINDOW, S, TOKEN, D, D_PAD, BLOCK_N, WIDE, True,
         )  # fmt: skip
 
-    if active > 1:
-        group = tile * K + head
-        first = group.to(tl.int64) * tl.num_programs(2)
-        mine = (first + split) * BLOCK_M + pair
-        tl.store(partial + mine[:, None] * D_PAD + at[None, :], acc, mask=live[:, None])
-        tl.store(stats + mine * 2, top, mask=live)
-        tl.store(stats + mine * 2 + 1, total, mask=live)
-        tl.debug_barrier()  # all threads' stores come before the one thread's release
-        arrived = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu")
-        if arrived < active - 1:
+    if SPLIT:  # noqa: SIM102 - known when compiling, unlike the other one
+        if active > 1:
+            group = tile * K + head
+            first = group.to(tl.int64) * tl.num_programs(2)
+            mine = (first + split) * BLOCK_M + pair
+            tl.store(partial + mine[:, None] * D_PAD + at[None, :], acc, mask=live[:, None])
+            tl.store(stats + mine * 2, top, mask=live)
+            tl.store(stats + mine * 2 + 1, total, mask=live)
+            tl.debug_barrier()  # all threads' stores come before the one thread's release
+            arrived = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu")
+            if arrived < active - 1:
+                return
+            tl.debug_barrier()
+            tl.store(counters + group, 0)
+            # A single row's tile has G rows of use; a power of two, as all shapes in Triton.
+            _combine(
+                partial, stats, out, first, active, row, end, head, out_row, out_head,
+                G, D, D_PAD, BLOCK_M, G_PAD if SINGLE else BLOCK_M, MAX_SPLITS,
+            )  # fmt: skip
             return
-        tl.debug_barrier()
-        tl.store(counters + group, 0)
-        # A single row's tile has G rows of use; a power of two, as all shapes in Triton.
-        _combine(
-            partial, stats, out, first, active, row, end, head, out_row, out_head,
-            G, D, D_PAD, BLOCK_M, G_PAD if SINGLE else BLOCK_M, MAX_SPLITS,
-        )  # fmt: skip
-        return
     target = out + rows_64 * out_row + heads[:, None] * out_head + at[None, :]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)

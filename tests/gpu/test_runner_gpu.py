@@ -227,9 +227,7 @@ def test_sizes_share_one_pool() -> None:
     _, several = blocks_runner("attend", "compiler=eager", "capture.sizes=[512,256,128,64]")
     _, largest = blocks_runner("attend", "compiler=eager", "capture.sizes=[512]")
     with several, largest:
-        ratio = (
-            several.report["graphs"]["pool_bytes"] / largest.report["graphs"]["pool_bytes"]
-        )
+        ratio = several.report["graphs"]["pool_bytes"] / largest.report["graphs"]["pool_bytes"]
     assert ratio < 1.2
 
 
@@ -238,7 +236,10 @@ def test_memory_budget_keeps_what_fits() -> None:
     with pcgsvc.load_runner([*overrides, "capture.sizes=[1,8,512]"]) as runner:
         skipped = runner.report["graphs"]["skipped"]
         assert skipped and "memory_budget" in skipped[0]["reason"]
-        assert runner(torch.arange(5, device=DEVICE), torch.arange(5, device=DEVICE)).shape == (5, 512)
+        assert runner(torch.arange(5, device=DEVICE), torch.arange(5, device=DEVICE)).shape == (
+            5,
+            512,
+        )
 
 
 def test_kept_results_survive_the_next_call() -> None:

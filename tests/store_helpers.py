@@ -1,0 +1,84 @@
+"""Small stores to damage, and what must hold of whatever comes out of them. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from pcgsvc.cache_root import open_data_folder
+from pcgsvc.config import CacheMode
+from pcgsvc.store import Store
+
+
+def key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def open_store(root: Path, mode: CacheMode = CacheMode.READWRITE, **settings: Any) -> Store:
+    folder = open_data_folder(root, "cache.dir", write=mode is not CacheMode.READ)
+    return Store(folder, mode=mode, **settings)
+
+
+# Two programs that share a piece; payloads below and above what diskcache keeps in the row.
+PIECES = {key(f"piece {i}"): random.Random(i).randbytes(300 if i == 0 else 4000) for i in range(4)}
+_KEYS = list(PIECES)
+PROGRAMS = {
+    key("program a"): (b'{"name": "a"}' * 100, _KEYS[:3]),
+    key("program b"): (b'{"name": "b"}', _KEYS[2:]),
+}
+
+
+def fill(store: Store) -> None:
+    for name, value in PIECES.items():
+        assert store.put_piece(name, value, facts={"of": name})
+    for name, (manifest, pieces) in PROGRAMS.items():
+        assert store.put_program(name, manifest, pieces=pieces, facts={"of": name, "config.x": 1})
+
+
+def rebuild(store: Store) -> None:
+    """Store again what is missing, as the next run does."""
+    for name, value in PIECES.items():
+        assert store.get_piece(name).hit or store.put_piece(name, value, facts={"of": name})
+    for name, (manifest, pieces) in PROGRAMS.items():
+        facts = {"of": name, "config.x": 1}
+        hit = store.get_program(name).hit
+        assert hit or store.put_program(name, manifest, pieces=pieces, facts=facts)
+
+
+def misses(store: Store) -> list[str]:
+    """Look everything up; a hit must be exactly what was stored."""
+    found = []
+    for name, value in PIECES.items():
+        lookup = store.get_piece(name)
+        assert lookup.value in (None, value)
+        assert lookup.miss is not None or lookup.facts == {"of": name}
+        found.append(lookup.miss)
+    for name, (manifest, pieces) in PROGRAMS.items():
+        lookup = store.get_program(name)
+        assert lookup.value in (None, manifest)
+        assert lookup.miss is not None or list(lookup.pieces) == pieces
+        found.append(lookup.miss)
+    return [miss for miss in found if miss is not None]
+
+
+def stored_files(root: Path) -> list[Path]:
+    return sorted(p for p in (root / "store" / "db").rglob("*") if p.is_file())
+
+
+def all_files(root: Path) -> list[Path]:
+    return sorted(p for p in root.rglob("*") if p.is_file())
+
+
+def sql(root: Path, statement: str, *values: object) -> list[Any]:
+    """Change the database behind the store's back."""
+    with closing(sqlite3.connect(root / "store" / "db" / "cache.db")) as connection, connection:
+        return connection.execute(statement, values).fetchall()
+
+
+def value_file(root: Path, name: str) -> Path:
+    ((filename,),) = sql(root, "SELECT filename FROM Cache WHERE key LIKE ?", f"%{name}")
+    return root / "store" / "db" / filename
