@@ -6,11 +6,11 @@ command line; safe in a process, and in threads, that use Hydra themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from pcgsvc.compose import compose, from_hydra
-from pcgsvc.config import Config, copy, from_dict
+from pcgsvc.compose import compose, from_tree
+from pcgsvc.config import Config, copy
 from pcgsvc.errors import ConfigError
 from pcgsvc.pipeline import build_from_config
 from pcgsvc.runner import Runner
@@ -19,7 +19,7 @@ from pcgsvc.runner import Runner
 def load_config(
     overrides: Sequence[str] = (), *, config_dir: str | None = None, config: Any = None
 ) -> Config:
-    """Return plain settings.
+    """Return plain settings: names and kinds are checked here, ranges when a runner is built.
 
     Args:
         overrides: as on the command line, e.g. `["mode=piecewise"]`.
@@ -36,9 +36,7 @@ def load_config(
         raise ConfigError("load_config: got config= with overrides= or config_dir=; pass one.")
     if isinstance(config, Config):
         return copy(config)
-    if isinstance(config, Mapping):
-        return from_dict(config)
-    return from_hydra(config)
+    return from_tree(config)
 
 
 def load_runner(

@@ -8,94 +8,163 @@ Hydra's own entry takes over for output folders, logging and multirun.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib import resources
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
 from omegaconf import DictConfig
 
-from pcgsvc.compose import compose, expand_sweep, from_hydra, register_schema
-from pcgsvc.config import Config
+from pcgsvc.compose import compose_jobs, from_tree, register_schema, words_of
 from pcgsvc.errors import ConfigError, PcgError
+from pcgsvc.settings import help_text
+from pcgsvc.version import __version__
 
 logger = logging.getLogger(__name__)
 
 OK, FAILED, BAD_CONFIG = 0, 1, 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def entry() -> None:
     """Entry point of the `pcgsvc` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # an ASCII terminal shall not end a job
+    logging.raiseExceptions = False  # no traceback per log line when the reader (`| head`) is gone
     sys.exit(main(sys.argv[1:]))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     words = _read_words(argv)
-    if words.only_hydra:
-        _hand_over(argv, [])
-        return OK
-    jobs = []
     try:
-        sweep = expand_sweep(words.overrides) if words.multirun else [list(words.overrides)]
-        for overrides in sweep:
-            plain = [o for o in overrides if not o.lstrip("+~").startswith("hydra")]
-            jobs.append(_checked(plain, words.config_dir, words.config_name))
-    except ConfigError as error:
-        print(f"pcgsvc: {error}", file=sys.stderr)  # noqa: T201 - before logging is set up
+        if words.help:
+            _say(help_text(_groups(), min(shutil.get_terminal_size().columns, 100)))
+            return OK
+        if words.version:
+            _say(f"pcgsvc {__version__} (hydra-core {hydra.__version__})")
+            return OK
+        if words.config_path is not None:
+            raise ConfigError(
+                "--config-path: pcgsvc needs its own settings; add yours with --config-dir."
+            )
+        if not words.only_hydra:
+            _check(words)
+        return _hand_over(argv)
+    except KeyboardInterrupt:
+        _say("pcgsvc: interrupted", error=True)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the last door: a message and a code, no traceback
+        if words.verbose:
+            traceback.print_exception(error)
+        return _complain(error)
+
+
+def _complain(error: Exception) -> int:
+    """Print an error that no job has logged, and return its code."""
+    if isinstance(error, ConfigError):
+        _say(f"pcgsvc: {error}", error=True)
         return BAD_CONFIG
-    codes: list[int] = []
-    _hand_over(argv, codes)
-    return max(codes, default=OK)
+    _say(f"pcgsvc: {type(error).__name__}: {words_of(error)}", error=True)
+    return FAILED
+
+
+def _say(text: str, *, error: bool = False) -> None:
+    print(text, file=sys.stderr if error else sys.stdout)
+
+
+# ---- before Hydra --------------------------------------------------------------------------------
 
 
 class _Words(argparse.Namespace):
     overrides: list[str]
     multirun: bool
     config_dir: str | None
+    config_path: str | None
     config_name: str
+    help: bool
+    version: bool
     only_hydra: bool
+
+    @property
+    def verbose(self) -> bool:
+        """Whether tracebacks are wanted; read here because composing itself may fail."""
+        values = [v for k, _, v in (o.partition("=") for o in self.overrides) if _is_verbose(k)]
+        return bool(values) and values[-1].lower() not in ("false", "null", "[]", "")
+
+
+def _is_verbose(key: str) -> bool:
+    return key.lstrip("+") == "hydra.verbose"
 
 
 def _read_words(argv: Sequence[str]) -> _Words:
     """Read what pcgsvc must know of Hydra's command line; Hydra reads it again."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="pcgsvc",
+        usage="pcgsvc [-m] [--config-dir DIR] [setting=value ...] (pcgsvc --help lists all)",
+        add_help=False,
+        allow_abbrev=False,
+    )
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--experimental-rerun")
     parser.add_argument("--package", "-p")
-    for flags in (
-        ("--help", "-h"),
-        ("--hydra-help",),
-        ("--version",),
-        ("--resolve",),
-        ("--shell-completion", "-sc"),
-    ):
-        parser.add_argument(*flags, dest="only_hydra", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
     parser.add_argument("--run", "-r", action="store_true")
-    parser.add_argument("--cfg", "-c", dest="cfg")
-    parser.add_argument("--info", "-i", dest="info", nargs="?", const="all")
-    words = parser.parse_args(list(argv), namespace=_Words())
-    words.only_hydra = words.only_hydra or words.cfg is not None or words.info is not None
+    for flags in (("--hydra-help",), ("--resolve",), ("--shell-completion", "-sc")):
+        parser.add_argument(*flags, dest="only_hydra", action="store_true")
+    parser.add_argument("--cfg", "-c")
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    parser.add_argument("--experimental-rerun")
+    words = parser.parse_intermixed_args(list(argv), namespace=_Words())
+    only = (words.cfg, words.info, words.experimental_rerun)
+    words.only_hydra = words.only_hydra or any(word is not None for word in only)
     return words
 
 
-def _checked(overrides: Sequence[str], config_dir: str | None, config_name: str) -> Config:
-    """Compose one job and check all of it that can be checked without building."""
-    from pcgsvc.preflight import check
+def _groups() -> dict[str, list[str]]:
+    """Return the shipped config groups with their options."""
+    found = {
+        folder.name: sorted(f.name.removesuffix(".yaml") for f in folder.iterdir())
+        for folder in resources.files("pcgsvc.conf").iterdir()
+        if folder.is_dir() and folder.name != "__pycache__"
+    }
+    return dict(sorted(found.items()))
 
-    config = compose(overrides, config_dir=config_dir, config_name=config_name)
-    check(config)
-    return config
+
+def _check(words: _Words) -> None:
+    """Compose every job and check all of it that can be checked without building."""
+    from pcgsvc.preflight import check_jobs
+
+    setup_globals()  # Hydra's resolvers, such as ${now:…}; the process is ours
+    check_jobs(
+        compose_jobs(
+            words.overrides,
+            multirun=words.multirun,
+            config_dir=words.config_dir,
+            config_name=words.config_name,
+        )
+    )
 
 
-def _hand_over(argv: Sequence[str], codes: list[int]) -> None:
-    """Let Hydra run the job, or the jobs of a sweep; their exit codes go to `codes`."""
+# ---- under Hydra ---------------------------------------------------------------------------------
+
+
+def _hand_over(argv: Sequence[str]) -> int:
+    """Let Hydra run the job, or the jobs of a sweep; return the worst exit code."""
+    codes: list[int] = []
 
     def task(composed: DictConfig) -> int:
         code = _job(composed)
@@ -103,8 +172,41 @@ def _hand_over(argv: Sequence[str], codes: list[int]) -> None:
         return code
 
     register_schema()
-    sys.argv[1:] = list(argv)
-    hydra.main(version_base="1.3", config_path="pkg://pcgsvc.conf", config_name="config")(task)()
+    run = hydra.main(version_base="1.3", config_path="pkg://pcgsvc.conf", config_name="config")(
+        task
+    )
+    with _hydra_raises(), _argv(argv):
+        try:
+            run()
+        except OSError as error:  # a job's own are caught in `_job`
+            raise ConfigError(
+                f"hydra.run.dir: the output folder cannot be made or written: {error}"
+            ) from error
+    return max(codes, default=OK)
+
+
+@contextlib.contextmanager
+def _argv(argv: Sequence[str]) -> Iterator[None]:
+    """Give Hydra the command line where it looks for it."""
+    before, sys.argv = sys.argv, [sys.argv[0], *argv]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """Let errors of Hydra itself (an output folder that it cannot make) reach `main`."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
 
 
 def _job(composed: DictConfig) -> int:
@@ -113,19 +215,19 @@ def _job(composed: DictConfig) -> int:
 
     hydra_config = HydraConfig.get()
     try:
-        config = from_hydra(composed)
+        config = from_tree(composed)
         folder = Path(hydra_config.runtime.output_dir)
-        run_job(config, Path(config.report) if config.report else folder / "report.json")
-    except PcgError as error:
-        if hydra_config.verbose:
-            logger.exception("job failed")
-        logger.error("%s: %s", type(error).__name__, error)
-        return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
-    except Exception as error:
-        if hydra_config.verbose:
-            logger.exception("job failed")
+        with contextlib.chdir(hydra_config.runtime.cwd):  # paths mean what the shell meant
+            run_job(config, Path(config.report) if config.report else folder / "report.json")
+    except Exception as error:  # a job's failure is its own: the next one runs
+        known = isinstance(error, PcgError)
+        hint = "" if known or hydra_config.verbose else " (hydra.verbose=true shows where)"
         logger.error(
-            "%s: %s (hydra.verbose=true shows where)", type(error).__name__, str(error).strip()
+            "%s: %s%s",
+            type(error).__name__,
+            str(error).strip(),
+            hint,
+            exc_info=error if hydra_config.verbose else None,
         )
-        return FAILED
+        return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
     return OK

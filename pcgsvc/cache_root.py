@@ -84,7 +84,7 @@ def find_root(
 
 
 def _implicit_roots(environ: Mapping[str, str], package: Path) -> Iterator[tuple[Path, str]]:
-    if (package.parent / "pyproject.toml").is_file():
+    if os.path.isfile(package.parent / "pyproject.toml"):
         yield package.parent / "cache", "checkout"
     xdg = Path(environ.get("XDG_CACHE_HOME", ""))
     if xdg.is_absolute():  # the specification says to ignore a relative one
@@ -100,7 +100,7 @@ def _absolute(path: str) -> Path:
 
 def _usable(root: Path) -> bool:
     data = root / DATA_NAME
-    if data.is_dir():
+    if os.path.isdir(data):  # Path.is_dir raises where a folder above is hidden from us
         return _access(data, os.R_OK | os.X_OK)
     return _access(_nearest_existing(data), os.W_OK | os.X_OK)
 

@@ -391,3 +391,18 @@ def _is_shape_only(node: torch.fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and isinstance(
         value, (int, torch.SymInt, torch.Size)
     )
+
+
+def refuse_outputs(traced: TracedGraph) -> None:
+    """Refuse results that cannot be cut back to the true rows.
+
+    Raises:
+        TraceError: naming the result and its shape.
+    """
+    for at, spec in enumerate(traced.output_specs):
+        odd = [s for s in spec.shape if isinstance(s, str) and s != "s"]
+        if odd:
+            raise TraceError(
+                f"result {at}: its shape {spec.shape} depends on the row count s other than by "
+                "being it, so padding rows cannot be cut off. Return one row per input row."
+            )

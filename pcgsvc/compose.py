@@ -1,28 +1,28 @@
 """The one door from Hydra to plain dataclasses.
 
-In: overrides as on the command line. Out: a validated `Config` per job of a sweep. Works in a
-process that uses Hydra itself, and in threads: Hydra's process-wide state is not touched. The only
+In: overrides as on the command line. Out: a `Config`, or one per job of a sweep. Works in a process
+that uses Hydra itself, and in threads: Hydra's process-wide state is left as it was. The only
 module besides `app` that sees a DictConfig.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from hydra.version import VersionBase
+from omegaconf import DictConfig, OmegaConf
 
-from pcgsvc.config import Config, from_dict, to_dict
+from pcgsvc.config import Config, from_dict, to_dict, unknown_setting
 from pcgsvc.errors import ConfigError
 
 CONFIG_MODULE = "pkg://pcgsvc.conf"
@@ -57,59 +57,160 @@ def compose(
     Raises:
         ConfigError: Hydra cannot compose it, or a setting is unknown or of the wrong kind.
     """
+    with _loader(config_dir) as loader:
+        return from_tree(_load(loader, config_name, overrides))
+
+
+def compose_jobs(
+    overrides: Sequence[str],
+    *,
+    multirun: bool,
+    config_dir: str | None = None,
+    config_name: str = "config",
+) -> list[Config]:
+    """Compose every job that Hydra would run for a command line, in its order.
+
+    Jobs of a sweeper other than Hydra's basic one cannot be known beforehand: what is the same in
+    all of them is composed as one job.
+
+    Args:
+        overrides: as on the command line, Hydra's own settings (`hydra.…`) included.
+        multirun: whether `-m` was given; `hydra.mode=MULTIRUN` says the same.
+        config_dir: folder with more YAML files, searched before ours.
+        config_name: primary config.
+
+    Raises:
+        ConfigError: as `compose`, for any one job.
+    """
+    with _loader(config_dir) as loader:
+        whole = _load(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
+        if not multirun and whole.hydra.mode is not RunMode.MULTIRUN:
+            jobs = [list(overrides)]
+        else:
+            _load(loader, config_name, overrides, RunMode.MULTIRUN)  # refuses hydra.x=1,2
+            jobs = _sweep(loader, whole.hydra.sweeper, overrides)
+        return [from_tree(_load(loader, config_name, job)) for job in jobs]
+
+
+def from_tree(tree: Any) -> Config:
+    """Convert what Hydra composed, or any mapping (OmegaConf's nodes in it resolved).
+
+    Hydra's own node is left out: its resolvers work only while Hydra itself runs.
+    """
+    if not isinstance(tree, Mapping):
+        raise ConfigError(
+            f"config: got {type(tree).__name__}; a Config, a mapping or a DictConfig is needed."
+        )
+    with _readable():
+        plain = {str(key): _plain(tree[key]) for key in tree if key != "hydra"}
+    return from_dict(plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with all of OmegaConf's nodes in it resolved; the value itself stays."""
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+# ---- Hydra's loader ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
+    """Yield a loader over the packaged and the user's YAML; Hydra's globals are put back after."""
     if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"config_dir: {config_dir!r} is no folder.")
+        raise ConfigError(f"config_dir: '{config_dir}' is no folder.")
     search_path = create_config_search_path(CONFIG_MODULE)
     if config_dir is not None:
-        search_path.prepend("config-dir", f"file://{Path(config_dir).resolve()}")
+        search_path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
     with _STORE_LOCK:
-        known = ConfigStore.instance().repo.get(f"{SCHEMA}.yaml")
+        store, version = ConfigStore.instance(), VersionBase.instance()
+        known = store.repo.get(f"{SCHEMA}.yaml")
+        base = version.version_base  # composing sets it where the process has not
         register_schema()
         try:
-            loader = ConfigLoaderImpl(config_search_path=search_path)
-            composed = loader.load_configuration(
-                config_name=config_name, overrides=list(overrides), run_mode=RunMode.RUN
-            )
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_words(error)) from error
+            yield ConfigLoaderImpl(config_search_path=search_path)
         finally:
+            version.version_base = base
             if known is None:
-                ConfigStore.instance().repo.pop(f"{SCHEMA}.yaml", None)
-    return from_hydra(composed)
+                del store.repo[f"{SCHEMA}.yaml"]
 
 
-def from_hydra(composed: DictConfig) -> Config:
-    """Convert what Hydra composed (its own node left out) into plain dataclasses."""
-    with open_dict(composed):
-        composed.pop("hydra", None)  # its resolvers work only while Hydra itself runs
+def _load(
+    loader: ConfigLoaderImpl,
+    config_name: str,
+    overrides: Sequence[str],
+    run_mode: RunMode = RunMode.RUN,
+    *,
+    check_sweep: bool = True,
+) -> DictConfig:
+    """Compose with Hydra; a primary config of the user's may name no job, so one is named first."""
+    with _readable():
+        return loader.load_configuration(
+            config_name=config_name,
+            overrides=["hydra.job.name=pcgsvc", *overrides],
+            run_mode=run_mode,
+            validate_sweep_overrides=check_sweep,
+        )
+
+
+def _sweep(loader: ConfigLoaderImpl, sweeper: DictConfig, overrides: Sequence[str]) -> Any:
+    """Return the overrides of each job of a multirun."""
+    with _readable():
+        own = [o for o in overrides if _is_hydra(o)]
+        parser = OverridesParser.create(config_loader=loader)
+        params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+        swept = parser.parse_overrides(params + [o for o in overrides if not _is_hydra(o)])
+        if not sweeper._target_.endswith(f".{BasicSweeper.__name__}"):
+            fixed = [o.input_line for o in swept if not o.is_sweep_override()]
+            return [own + [line for line in fixed if line is not None]]
+        (batch,) = BasicSweeper.split_arguments(swept, max_batch_size=None)
+        return [own + job for job in batch]
+
+
+def _is_hydra(override: str) -> bool:
+    """Whether an override sets something of Hydra's own."""
+    key = override.lstrip("+~").partition("=")[0]
+    return key == "hydra" or key.startswith(("hydra.", "hydra/"))
+
+
+# ---- Hydra's messages ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """Turn whatever Hydra and OmegaConf raise for bad input into a ConfigError."""
     try:
-        tree: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_words(error)) from error
-    return from_dict(tree)
+        yield
+    except ConfigError:
+        raise
+    # Bad input raises yaml's errors, AssertionError, AttributeError and ValueError, too.
+    except Exception as error:
+        raise ConfigError(words_of(error)) from error
 
 
-def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each job of a multirun, in the order of Hydra's basic sweeper."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError(_words(error)) from error
-    choices: list[list[str]] = []
-    for override in parsed:
-        if override.is_sweep_override():
-            key = override.get_key_element()
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        else:
-            choices.append([override.input_line or ""])
-    return [list(job) for job in itertools.product(*choices)]
-
-
-def _words(error: BaseException) -> str:
-    """Return Hydra's message, with the quoting that most often was meant."""
-    text = str(error).strip()
-    if "mismatched input" in text or "extraneous input" in text or "token recognition" in text:
-        text += "\nQuote lists and special characters for the shell: capture.sizes='[1,2,4]'."
-    if "Ambiguous value" in text or "ChoiceSweep" in text:
-        text += "\nA bare comma list means a sweep: write capture.sizes='[1,2,4]', or add -m."
-    return text
+def words_of(error: BaseException) -> str:
+    """Return what Hydra or OmegaConf said, with what was most probably meant."""
+    text = str(error).strip() or type(error).__name__
+    cause = error.__cause__
+    if cause is not None and str(cause).strip() not in text:
+        text = f"{text}\n{cause}"
+    first = text.split("\n", 1)[0]
+    if first.startswith("Could not override '"):
+        key = first.split("'")[1]
+        if not key.startswith("hydra."):  # "use +key" would be refused as well
+            return unknown_setting(key)
+    lines = [s for s in text.splitlines() if s.strip() and "object_type=" not in s]
+    if "Ambiguous value" in text:
+        lines = [first, "Write a list as capture.sizes='[1,2,4]', or add -m to sweep."]
+    elif any(w in text for w in ("mismatched input", "extraneous input", "LexerNoViable")):
+        lines.append(
+            "Quote lists and special characters for the shell, and text for Hydra as well: "
+            "capture.sizes='[1,2,4]', prompt='\"one, two\"'."
+        )
+    elif "Unsupported interpolation type hydra" in text or "HydraConfig was not set" in text:
+        lines.append("${hydra:…} is known only while a job runs; the report lies in its folder.")
+    return "\n".join(lines)

@@ -82,6 +82,17 @@ class CacheMode(enum.Enum):
     REFRESH = "refresh"
 
 
+class CacheAction(enum.Enum):
+    """What `job=cache` does."""
+
+    LS = "ls"
+    EXPLAIN = "explain"
+    CHECK = "check"
+    CLEAR = "clear"
+    EXPORT = "export"
+    IMPORT = "import"
+
+
 class ErrorMode(enum.Enum):
     """torch.cuda's capture error modes: whose CUDA calls may invalidate a running capture."""
 
@@ -102,6 +113,7 @@ class Job(enum.Enum):
     RUN = "run"
     COMPILE = "compile"
     PLAN = "plan"
+    CACHE = "cache"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,9 +135,9 @@ class ModelConfig:
     num_layers: int | None = None
     """Transformer blocks, and so attention boundaries."""
     num_heads: int | None = None
-    """Query heads."""
+    """Query heads per layer."""
     num_kv_heads: int | None = None
-    """Key and value heads; divides `num_heads`."""
+    """Key and value heads per layer; divides `num_heads`."""
     head_dim: int | None = None
     """Features per head; None: hidden_size / num_heads."""
     max_position: int | None = None
@@ -155,7 +167,7 @@ class AttentionConfig:
     """Blocks in the KV cache, the null block and scratch blocks included; None: as many as
     `max_num_reqs` requests of `max_model_len` tokens need, within `max_cache_bytes`."""
     max_cache_bytes: int = 2 << 30
-    """Ceiling of the KV cache when `num_blocks` is None, in bytes."""
+    """Ceiling of the KV cache when `num_blocks` is None, in bytes (also `"512MiB"`); at least 1."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -215,6 +227,19 @@ class CacheConfig:
     """`readwrite`, `read` (hits are served, misses are not stored), `off`, `refresh`."""
     dir: str | None = None
     """Root directory; None: PCGSVC_CACHE_DIR, the checkout's `cache/`, or the user's cache."""
+    max_bytes: int = 8 << 30
+    """Budget of the stored programs and pieces, in bytes (also `"8GiB"`); above it whole programs
+    go, least recently used first."""
+    lock_timeout_s: float = 600.0
+    """How long to wait for another process that builds the same, in seconds; at least 0."""
+    require_warm: bool = False
+    """A miss is an error that names the facts that differ, instead of a build."""
+    action: CacheAction = CacheAction.LS
+    """With `job=cache`: `ls`, `explain`, `check`, `clear`, `export` or `import`."""
+    file: str | None = None
+    """With `cache.action=export` or `import`: path of the bundle."""
+    import_sha256: str | None = None
+    """With `cache.action=import`: the sha256 that the bundle must have; None: not compared."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -266,11 +291,11 @@ class Config:
     dtype: str | None = None
     """Torch dtype name of the model; None: float32 on the CPU, bfloat16 on CUDA."""
     seed: int = 0
-    """Seed of random weights and of verification inputs; at least 0."""
+    """Seed of random weights and of verification inputs; 0 to 2**63 - 2."""
     strict: bool = False
     """Anything asked for that is not being done is an error, not a warning."""
     job: Job = Job.RUN
-    """`run`, `compile` or `plan`."""
+    """`run`, `compile` (fill the cache), `plan` or `cache` (see `cache.action`)."""
     prompt: str | None = None
     """Text that a model with a tokenizer continues after `job=run` has verified it."""
     max_new_tokens: int = 48
@@ -316,6 +341,27 @@ def to_dict(config: Any) -> dict[str, Any]:
     return out
 
 
+def unknown_setting(path: str) -> str:
+    """Return the message for a dotted name that no setting has."""
+    tree, group = to_dict(Config()), ""
+    for name in path.split(".")[:-1]:
+        if not isinstance(tree.get(name), dict):
+            break
+        tree, group = tree[name], f"{group}.{name}".lstrip(".")
+    last = path.rpartition(".")[2]
+    choices = [f"{group}.{name}".lstrip(".") for name in tree]
+    elsewhere = [f"{k}.{last}" for k, v in to_dict(Config()).items() if last in _names(v)]
+    hint = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else near(path, choices)
+    return (
+        f"{path}: there is no such setting{hint} "
+        f"Settings {'of ' + group if group else 'at the top'}: {', '.join(tree)}."
+    )
+
+
+def _names(value: Any) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
+
+
 def _dataclass(cls: type[T], tree: Any, path: str) -> T:
     if is_dataclass(tree):
         tree = to_dict(tree)
@@ -325,11 +371,7 @@ def _dataclass(cls: type[T], tree: Any, path: str) -> T:
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for name in tree:
         if name not in names:
-            dotted = f"{path}.{name}".lstrip(".")
-            raise ConfigError(
-                f"{dotted}: there is no such setting{near(str(name), names)} "
-                f"Settings {'of ' + path if path else 'at the top'}: {', '.join(names)}."
-            )
+            raise ConfigError(unknown_setting(f"{path}.{name}".lstrip(".")))
     values = {
         name: _value(hints[name], value, f"{path}.{name}".lstrip("."))
         for name, value in tree.items()
@@ -385,7 +427,8 @@ def _scalar(hint: type, value: Any, path: str) -> Any:
         value = str(value)
     if type(value) is not hint:
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
-        raise ConfigError(f"{path}: got {value!r}, {kind} is needed.")
+        quoted = f"; write {path}='\"{value}\"'" if hint is str and value is not None else ""
+        raise ConfigError(f"{path}: got {value!r}, {kind} is needed{quoted}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path}: got {value!r}, a finite number is needed.")
     return value
@@ -419,6 +462,7 @@ def _sizes(value: Any, path: str) -> list[int]:
             return [int(p) for p in text.split(",")]
         raise ConfigError(f"{path}: got {value!r}, {help_} is needed.")
     if not isinstance(value, (list, tuple)) or any(type(v) is not int for v in value):
+        # An unquoted 1:64:8 in a YAML file arrives here as the number 7448.
         raise ConfigError(f"{path}: got {value!r}, {help_} is needed.")
     return list(value)
 
@@ -470,6 +514,9 @@ def copy(config: Config) -> Config:
     return from_dict(to_dict(config))
 
 
+_MAX_SEED = 2**63 - 2  # torch's generators take 64 bits with a sign, and seed + 1 is used as well
+
+
 def validate(config: Config, *, device_type: str) -> None:
     """Check every range and every combination that can be judged without building anything.
 
@@ -490,17 +537,23 @@ def validate(config: Config, *, device_type: str) -> None:
         ("capture.uniform_query_len", config.capture.uniform_query_len, 1),
         ("capture.memory_budget", config.capture.memory_budget, 1),
         ("capture.warmup_calls", config.capture.warmup_calls, 1),
+        ("cache.max_bytes", config.cache.max_bytes, 1),
+        ("cache.lock_timeout_s", config.cache.lock_timeout_s, 0),
         ("bench.repeats", config.bench.repeats, 1),
         ("max_new_tokens", config.max_new_tokens, 1),
         ("seed", config.seed, 0),
     ):
         if value is not None and value < least:
             raise ConfigError(f"{path}: got {value}, at least {least} is needed.")
+    if config.seed > _MAX_SEED:
+        raise ConfigError(f"seed: got {config.seed}, at most {_MAX_SEED} is possible.")
     _validate_combinations(config, device_type)
 
 
 def _validate_sizes(capture: CaptureConfig) -> None:
     sizes = capture.sizes or []
+    if capture.max_size is not None and capture.max_size < 1:
+        raise ConfigError(f"capture.max_size: got {capture.max_size}, at least 1 is needed.")
     if not sizes:
         raise ConfigError("capture.sizes: got [], at least one size is needed; or set mode=none.")
     bad = [s for s in sizes if s < 1]
@@ -511,8 +564,6 @@ def _validate_sizes(capture: CaptureConfig) -> None:
     twice = sorted({s for s in sizes if sizes.count(s) > 1})
     if twice:
         raise ConfigError(f"capture.sizes: {twice} stand twice in {sizes}; name each size once.")
-    if capture.max_size is not None and capture.max_size < 1:
-        raise ConfigError(f"capture.max_size: got {capture.max_size}, at least 1 is needed.")
     if min(sizes) > (capture.max_size or 0):
         raise ConfigError(
             f"capture.max_size: got {capture.max_size}, which is below every capture size {sizes}; "
@@ -531,6 +582,16 @@ def _validate_combinations(config: Config, device_type: str) -> None:
             "capture.graphs: got 'recorded' with a CUDA device; recordings are the CPU's stand-in. "
             "Use capture.graphs=cuda, auto or off."
         )
+    if config.capture.graphs is Graphs.OFF and config.mode is not Mode.NONE:
+        for path, refuses in (
+            ("on_uncovered=error", config.on_uncovered is OnUncovered.ERROR),
+            ("strict=true", config.strict),
+        ):
+            if refuses:
+                raise ConfigError(
+                    f"capture.graphs: got 'off' with {path} and mode={config.mode.value}, so that "
+                    "every call would be refused; set mode=none, or capture graphs."
+                )
     if config.partition.strategy is not Strategy.FX:
         raise ConfigError(
             f"partition.strategy: got {config.partition.strategy.value!r}; this version has: fx."

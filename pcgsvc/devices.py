@@ -8,7 +8,15 @@ from __future__ import annotations
 import torch
 
 from pcgsvc.config import Config
-from pcgsvc.errors import ConfigError
+from pcgsvc.errors import ConfigError, near
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+"""What a model may be built in."""
 
 
 def device_of(config: Config) -> torch.device:
@@ -20,7 +28,7 @@ def device_of(config: Config) -> torch.device:
         device = torch.device(word)
     except RuntimeError:
         device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise ConfigError(f"device: got {config.device!r}. Choices: auto, cpu, cuda, cuda:N.")
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -40,9 +48,10 @@ def device_of(config: Config) -> torch.device:
 
 def dtype_of(config: Config) -> torch.dtype:
     """Return the dtype that a resolved config names; ConfigError lists the choices."""
-    found = getattr(torch, str(config.dtype), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    found = _DTYPES.get(str(config.dtype))
+    if found is None:
         raise ConfigError(
-            f"dtype: got {config.dtype!r}. Choices: float32, bfloat16, float16, float64."
+            f"dtype: got {config.dtype!r}{near(str(config.dtype), _DTYPES)} "
+            f"Choices: {', '.join(_DTYPES)}."
         )
     return found

@@ -5,8 +5,8 @@ In: a validated config. Out: a report, and what a person reads. Knows nothing of
 
 from __future__ import annotations
 
-import logging
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,17 @@ from typing import Any
 from rich.console import Console
 
 from pcgsvc.bench import bench_entries
-from pcgsvc.config import Config, Job
+from pcgsvc.config import Config, Job, copy
 from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.generate import generate_ids
-from pcgsvc.pipeline import build_from_config, prepare_from_config
+from pcgsvc.pipeline import build_from_config, prepare_only, request_of
+from pcgsvc.progress import Silent
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import plan_report, write_report
-from pcgsvc.report.tables import console, show_report, show_text
+from pcgsvc.report.tables import console, show_place, show_report, show_text
 from pcgsvc.runner import Runner
 from pcgsvc.samples import Samples
 from pcgsvc.verify import verify
-
-logger = logging.getLogger(__name__)
 
 
 def run_job(config: Config, report_path: Path) -> dict[str, Any]:
@@ -43,17 +42,23 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
 
 
 def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
-    report = plan_report(prepare_from_config(config, compile_pieces=False))
-    return _finish(report, report_path, out)
+    return _finish(_prepared(config, compile_pieces=False), report_path, out)
 
 
 def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
-    report = plan_report(prepare_from_config(config, compile_pieces=True))
-    return _finish(report, report_path, out)
+    return _finish(_prepared(config, compile_pieces=True), report_path, out)
+
+
+def _prepared(config: Config, *, compile_pieces: bool) -> dict[str, Any]:
+    started = time.perf_counter()
+    report = plan_report(prepare_only(request_of(config), Silent(), compile_pieces=compile_pieces))
+    report["compile"]["seconds"]["total"] = time.perf_counter() - started
+    return report
 
 
 def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     """Build, verify every entry, time it, continue the prompt, report."""
+    asked, config = config, copy(config)
     config.capture.self_check = False  # verification below is the same check and more
     with progress_for(out) as progress, build_from_config(config, progress) as runner:
         parts = runner.parts
@@ -64,6 +69,7 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
             query_len=parts.config.capture.uniform_query_len,
         )
         report = runner.report
+        report["config"]["capture"]["self_check"] = asked.capture.self_check
         entries = len(parts.table.entries)
         progress.start("verify", entries)
         report["verify"] = verify(
@@ -114,5 +120,5 @@ def _continue_prompt(runner: Runner, config: Config) -> str:
 def _finish(report: dict[str, Any], path: Path, out: Console) -> dict[str, Any]:
     write_report(report, path)
     show_report(out, report)
-    logger.info("report: %s", path)
+    show_place(out, path.absolute())
     return report

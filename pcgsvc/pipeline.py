@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.arguments import bundle_specs, input_specs, resampler, split_arguments
-from pcgsvc.compilers.eager import EagerPiece
-from pcgsvc.config import Compiler, Config, Graphs, resolve, validate
+from pcgsvc.artifacts import Artifacts, NoProgramError, Tally, file_digest, require_warm
+from pcgsvc.canonical import refuse_outputs, tensors_of
+from pcgsvc.compilers.folder import CompilerFolder
+from pcgsvc.config import CacheMode, Compiler, Config, Graphs, resolve, validate
 from pcgsvc.devices import device_of, dtype_of
 from pcgsvc.dispatch import (
     BatchDescriptor,
@@ -28,21 +31,29 @@ from pcgsvc.dispatch import (
     resolve_mode,
     wanted_entries,
 )
-from pcgsvc.errors import ConfigError, TraceError, VerifyError
+from pcgsvc.errors import ConfigError, VerifyError
+from pcgsvc.facts import program_facts
 from pcgsvc.graphs.capture import CaptureOptions, GraphTable, capture_entries
 from pcgsvc.graphs.cuda import CudaEngine
 from pcgsvc.graphs.recorded import RecordedEngine
+from pcgsvc.image import ProgramImage, image_of
+from pcgsvc.keys import key_of
 from pcgsvc.models.base import ModelBundle
+from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.backends import find_backend
+from pcgsvc.ops.registry import find_spec
 from pcgsvc.ops.support import Support
 from pcgsvc.partition.fx import check_aliases, partition_fx
-from pcgsvc.partition.pieces import Kind, Partition
-from pcgsvc.program import CompiledPiece, Program, program_of
+from pcgsvc.partition.pieces import Kind, Partition, Piece
+from pcgsvc.program import CompiledPiece, Program
 from pcgsvc.progress import Progress, Silent
+from pcgsvc.reads import NotCanonicalError, files_of, reads_of
 from pcgsvc.report.report import build_report
+from pcgsvc.rows import python_of
 from pcgsvc.runner import OutputPlan, Runner, RunnerParts
 from pcgsvc.samples import Samples
+from pcgsvc.store import Store
 from pcgsvc.trace import trace
 from pcgsvc.traced import InputSpec, TracedGraph
 from pcgsvc.verify import preserved, self_check
@@ -55,24 +66,40 @@ BUILD_LOCK = threading.RLock()
 
 
 @dataclass(kw_only=True)
+class Request:
+    """What is to be built."""
+
+    config: Config
+    """Resolved and validated."""
+    device: torch.device
+    bundle: ModelBundle
+    inputs: list[InputSpec]
+    constants: Mapping[str, Any]
+    """Arguments that are no tensors; frozen."""
+    weights_s: float = 0.0
+    """How long the model took to build, in seconds."""
+
+
+@dataclass(kw_only=True)
 class Built:
     """What the stages before capture gave; `job=plan` and `job=compile` end here."""
 
-    config: Config
-    bundle: ModelBundle
-    device: torch.device
-    inputs: list[InputSpec]
-    traced: TracedGraph
-    partition: Partition
+    request: Request
+    image: ProgramImage
+    program: Program | None
+    """None when nothing was to be compiled."""
     resolution: Resolution
     support: Support
-    program: Program | None
     attention: type[AttentionBackend] | None
     sizes: list[int]
     """Capture sizes, ascending."""
+    start: str
+    """`cold` (traced here) or `warm` (loaded)."""
+    tally: Tally
+    cache: dict[str, Any]
+    """The report's words on the disk cache."""
     seconds: dict[str, float]
-    warnings: list[str] = field(default_factory=list)
-    num_compiled: int = 0
+    warnings: list[str]
 
 
 # ---- doors ---------------------------------------------------------------------------------------
@@ -86,7 +113,7 @@ def build_runner(
     config: Config | None = None,
     progress: Progress | None = None,
 ) -> Runner:
-    """Build a runner for any `nn.Module` or callable.
+    """Build, or start warm, a runner for any `nn.Module` or callable.
 
     Args:
         module: in eval mode; its parameters are used where they are, never copied.
@@ -99,151 +126,148 @@ def build_runner(
     Raises:
         ConfigError: a setting or an argument is wrong.
         TraceError, SplitError, CompileError, CaptureError: a stage failed.
+        CacheError: the disk cache is not safe to use, or `cache.require_warm=true` met a miss.
         VerifyError: a captured entry does not give what the module gives.
     """
-    given = config or Config()
     tensors, constants = split_arguments(module, example_inputs)
     specs = input_specs(tensors, dynamic_dims)
     device = specs[0].example.device
-    given = resolve(given, device_type=device.type)
+    given = resolve(config or Config(), device_type=device.type)
     validate(given, device_type=device.type)
     if isinstance(module, torch.nn.Module) and module.training:
         raise ConfigError("module: it is in training mode; call module.eval() first.")
     bundle = ModelBundle(
-        module=module,
-        make_inputs=resampler(specs),
-        dynamic_dims=dict(dynamic_dims),
+        module=module, make_inputs=resampler(specs), dynamic_dims=dict(dynamic_dims)
     )
-    return _build(bundle, specs, constants, given, device, progress or Silent())
+    request = Request(config=given, device=device, bundle=bundle, inputs=specs, constants=constants)
+    return build(request, progress or Silent())
 
 
 def build_from_config(config: Config, progress: Progress | None = None) -> Runner:
     """Build the configured model and a runner for it; `config` is as composed or resolved."""
-    started = time.perf_counter()
-    config, device, bundle = load_model(config)
-    specs = bundle_specs(bundle)
-    weights = time.perf_counter() - started
-    return _build(bundle, specs, {}, config, device, progress or Silent(), weights_s=weights)
+    return build(request_of(config), progress or Silent())
 
 
-def load_model(config: Config) -> tuple[Config, torch.device, ModelBundle]:
+def request_of(config: Config) -> Request:
     """Resolve and validate a config and build its model."""
-    from pcgsvc.models.catalog import build_model, validate_model
-
+    started = time.perf_counter()
     device = device_of(config)
     config = resolve(config, device_type=device.type)
     validate(config, device_type=device.type)
     validate_model(config)
-    return config, device, build_model(config, device=device, dtype=dtype_of(config))
+    bundle = build_model(config, device=device, dtype=dtype_of(config))
+    return Request(
+        config=config,
+        device=device,
+        bundle=bundle,
+        inputs=bundle_specs(bundle),
+        constants={},
+        weights_s=time.perf_counter() - started,
+    )
 
 
-def prepare_from_config(config: Config, *, compile_pieces: bool) -> Built:
-    """Run the stages before capture; `job=plan` and `job=compile`."""
+def build(request: Request, progress: Progress) -> Runner:
+    """Trace or load, compile, capture, check."""
     started = time.perf_counter()
-    config, device, bundle = load_model(config)
-    specs = bundle_specs(bundle)
-    weights = time.perf_counter() - started
-    with BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
-        return prepare(
-            bundle,
-            specs,
-            {},
-            config,
-            device,
-            Silent(),
-            compile_pieces=compile_pieces,
-            weights_s=weights,
+    config = request.config
+    with _building(request) as folder:
+        built = prepare(request, folder, progress)
+        workspace = _workspace(built)
+        samples = Samples(
+            workspace,
+            request.bundle.make_inputs,
+            seed=config.seed,
+            query_len=config.capture.uniform_query_len,
         )
+        with preserved({name: workspace.tensors[name] for name in built.image.mutated}):
+            table = _capture(built, workspace, samples, progress)
+            built.seconds["total"] = time.perf_counter() - started + request.weights_s
+            parts = _parts(built, workspace, table)
+            parts.report = build_report(built, table, workspace)
+            runner = Runner(parts, at_close=folder.close)
+            if config.capture.self_check:
+                _self_check(runner, samples)
+    if config.strict and table.skipped:
+        runner.close()
+        raise ConfigError(f"strict=true, and some sizes were not captured: {table.skipped}")
+    return runner
+
+
+def prepare_only(request: Request, progress: Progress, *, compile_pieces: bool) -> Built:
+    """Run the stages before capture; `job=plan` and `job=compile`."""
+    with _building(request) as folder:
+        try:
+            return prepare(request, folder, progress, compile_pieces=compile_pieces)
+        finally:
+            folder.close()
+
+
+@contextmanager
+def _building(request: Request) -> Iterator[CompilerFolder]:
+    """Hold the build lock, fix torch's modes, and give the compilers a folder of ours."""
+    folder = CompilerFolder()
+    inductor = request.config.compiler.name is Compiler.INDUCTOR
+    with BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
+        try:
+            with folder.in_use(inductor=inductor):
+                yield folder
+        except BaseException:
+            folder.close()
+            raise
 
 
 # ---- the stages ----------------------------------------------------------------------------------
 
 
-def _build(
-    bundle: ModelBundle,
-    specs: list[InputSpec],
-    constants: Mapping[str, Any],
-    config: Config,
-    device: torch.device,
-    progress: Progress,
-    *,
-    weights_s: float = 0.0,
-) -> Runner:
-    """Trace, split, compile, capture, check."""
-    started = time.perf_counter()
-    with BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
-        built = prepare(bundle, specs, constants, config, device, progress, weights_s=weights_s)
-        workspace = _workspace(built)
-        samples = Samples(
-            workspace,
-            bundle.make_inputs,
-            seed=config.seed,
-            query_len=config.capture.uniform_query_len,
-        )
-        state = {name: built.traced.tensors[name] for name in built.traced.mutated}
-        with preserved(state):
-            table = _capture(built, workspace, samples, progress)
-            parts = _parts(built, workspace, table, constants)
-            built.seconds["total"] = time.perf_counter() - started + weights_s
-            parts.report = build_report(built, table, workspace)
-            runner = Runner(parts)
-            if config.capture.self_check:
-                _self_check(runner, samples)
-    _strict(config, built, table)
-    return runner
-
-
 def prepare(
-    bundle: ModelBundle,
-    specs: list[InputSpec],
-    constants: Mapping[str, Any],
-    config: Config,
-    device: torch.device,
-    progress: Progress,
-    *,
-    compile_pieces: bool = True,
-    weights_s: float = 0.0,
+    request: Request, folder: CompilerFolder, progress: Progress, *, compile_pieces: bool = True
 ) -> Built:
-    """Trace, split, resolve the mode, and compile."""
+    """Load the program, or trace, split and compile it; then resolve the mode."""
+    config = request.config
     seconds = dict.fromkeys(
         ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total"),
         0.0,
     )
-    seconds["weights"] = weights_s
-    with _phase("trace", seconds, progress):
-        traced = trace(bundle.module, specs, constants, avoid_sizes=config.capture.sizes or ())
-    _refuse_outputs(traced)
-    with _phase("split", seconds, progress):
-        partition = partition_fx(
-            traced, config.partition.splitting_ops, config.partition.extra_splitting_ops
-        )
-        if config.compiler.name is Compiler.INDUCTOR:
-            check_aliases(partition)
+    seconds["weights"] = request.weights_s
+    with _open_store(config, used=compile_pieces) as store:
+        artifacts = Artifacts(config, request.device, store, folder)
+        stages = _Stages(request, artifacts, store, seconds, progress)
+        image, pieces = stages.load_or_make() if compile_pieces else (stages.plan(), None)
+        cache = {
+            "mode": config.cache.mode.value,
+            "dir": str(store.folder.data) if store.folder is not None else None,
+            "program_key": stages.key,
+            "hits": store.counts.hits,
+            "misses": store.counts.misses,
+            "miss_reasons": [*stages.misses, *store.counts.miss_reasons],
+            "bytes": store.num_bytes(),
+        }
     logger.info(
-        "split: %d ops into %d regions (%d unique) and %d boundaries",
-        sum(traced.ops.values()),
-        partition.count(Kind.REGION),
-        len(partition.unique()),
-        partition.count(Kind.BOUNDARY),
+        "%s start: %d ops in %d regions (%d unique) and %d boundaries; %d compiled, %d loaded",
+        stages.start,
+        sum(image.ops.values()),
+        image.count(Kind.REGION),
+        len(image.documents),
+        image.count(Kind.BOUNDARY),
+        artifacts.tally.compiled,
+        artifacts.tally.loaded,
     )
     sizes, dropped = usable_sizes(config)
-    attention = find_backend(config.attention.name) if bundle.attention is not None else None
-    spec = program_of(traced, partition)
-    resolution, support = _resolve(config, spec_calls=partition, attention=attention)
+    attention = _attention_of(request)
+    resolution, support = _resolve(config, image, attention)
     built = Built(
-        config=config,
-        bundle=bundle,
-        device=device,
-        inputs=specs,
-        traced=traced,
-        partition=partition,
+        request=request,
+        image=image,
+        program=None if pieces is None else Program(image.spec, pieces),
         resolution=resolution,
         support=support,
-        program=None,
         attention=attention,
         sizes=sizes,
+        start=stages.start,
+        tally=artifacts.tally,
+        cache=cache,
         seconds=seconds,
-        warnings=[*resolution.reasons, *dropped],
+        warnings=[*resolution.reasons, *dropped, *stages.warnings],
     )
     for warning in built.warnings:
         logger.warning("%s", warning)
@@ -251,42 +275,154 @@ def prepare(
         raise ConfigError(
             "strict=true, and what was asked for is not done: " + "; ".join(built.warnings)
         )
-    if compile_pieces:
-        with _phase("compile", seconds, progress, total=len(partition.unique())):
-            pieces = _compile(partition, config, progress)
-            built.num_compiled = len(pieces)
-        built.program = Program(spec, pieces)
     return built
 
 
-def _compile(partition: Partition, config: Config, progress: Progress) -> dict[str, CompiledPiece]:
-    """Compile each unique piece once."""
-    compiled: dict[str, CompiledPiece] = {}
-    for key, piece in partition.unique().items():
-        assert piece.document is not None
-        eager = EagerPiece(piece.document)
-        if config.debug.dump_dir is not None:
-            _dump(Path(config.debug.dump_dir), piece.name, eager.source())
-        if config.compiler.name is Compiler.INDUCTOR:
-            from pcgsvc.compilers.inductor import compile_piece
+class _Stages:
+    """Where a program comes from: the store, or the stages that make it."""
 
-            compiled[key] = compile_piece(
-                piece, config.compiler.options, _dump_path(config, piece.name)
+    def __init__(
+        self,
+        request: Request,
+        artifacts: Artifacts,
+        store: Store,
+        seconds: dict[str, float],
+        progress: Progress,
+    ) -> None:
+        self._request, self._config = request, request.config
+        self._artifacts, self._store = artifacts, store
+        self._seconds, self._progress = seconds, progress
+        self.start = "cold"
+        self.key: str | None = None
+        self.misses: list[str] = []
+        self.warnings: list[str] = []
+
+    def load_or_make(self) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
+        """Return the program, loaded if the store has one that fits."""
+        facts = self._facts()
+        if facts is None:
+            return self._make(None)
+        self.key = key_of(facts)
+        found = self._load(facts)
+        if found is not None:
+            return found
+        if self._config.cache.require_warm:
+            raise require_warm(self._store, facts, self.misses[-1])
+        with self._artifacts.lock(facts) as held:
+            # Whoever held the lock before may have stored it meanwhile.
+            found = self._load(facts) if held and self._store.writable else None
+            return found or self._make(facts)
+
+    def plan(self) -> ProgramImage:
+        """Trace and split only."""
+        traced, partition = self._trace_and_split()
+        return image_of(traced, partition, reads=[], files={})
+
+    def _facts(self) -> dict[str, Any] | None:
+        request = self._request
+        try:
+            return program_facts(
+                self._config,
+                request.bundle.module,
+                request.inputs,
+                request.constants,
+                request.device,
             )
-        else:
-            compiled[key] = eager
-        logger.debug("compiled %s (%s): %d ops", piece.name, key[:12], len(piece.nodes))
-        progress.advance()
-    return compiled
+        except NotCanonicalError as error:
+            self._uncacheable([f"constant arguments: {error}"])
+            return None
+
+    def _load(
+        self, facts: Mapping[str, Any]
+    ) -> tuple[ProgramImage, dict[str, CompiledPiece]] | None:
+        with _phase("load", self._seconds, self._progress):
+            try:
+                found = self._artifacts.load(
+                    facts, self._request.bundle.module, self._request.constants
+                )
+            except NoProgramError as error:
+                if str(error) not in self.misses:
+                    self.misses.append(str(error))
+                    logger.info("cache: no stored program fits: %s", error)
+                return None
+        self.start = "warm"
+        return found
+
+    def _make(
+        self, facts: Mapping[str, Any] | None
+    ) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
+        traced, partition = self._trace_and_split()
+        module, constants = self._request.bundle.module, self._request.constants
+        reads, problems = reads_of(traced.guards, module, constants)
+        problems += [
+            f"captured tensor {b.name}: it is no parameter or buffer, so a new process cannot "
+            "find it"
+            for b in traced.bindings
+            if b.kind == "constant"
+        ]
+        files = {f: d for f in files_of(traced.guards, module) if (d := file_digest(f))}
+        image = image_of(traced, partition, reads=reads, files=files)
+        unique = partition.unique()
+        with _phase("compile", self._seconds, self._progress, total=len(unique)):
+            self._artifacts.prepare_toolchain()
+            pieces = {key: self._compile(piece) for key, piece in unique.items()}
+        if problems:
+            self._uncacheable(problems)
+        elif facts is not None and not self._artifacts.tally.unsaved:
+            self._artifacts.save(facts, image)
+        return image, pieces
+
+    def _trace_and_split(self) -> tuple[TracedGraph, Partition]:
+        request, config = self._request, self._config
+        inductor = config.compiler.name is Compiler.INDUCTOR
+        with _phase("import", self._seconds, self._progress):
+            torch_private.import_compilers(inductor=inductor)
+        with _phase("trace", self._seconds, self._progress):
+            traced = trace(request.bundle.module, request.inputs, request.constants)
+        refuse_outputs(traced)
+        with _phase("split", self._seconds, self._progress):
+            names = config.partition
+            partition = partition_fx(traced, names.splitting_ops, names.extra_splitting_ops)
+            if inductor:
+                check_aliases(partition)
+        return traced, partition
+
+    def _compile(self, piece: Piece) -> CompiledPiece:
+        folder = self._config.debug.dump_dir
+        dump_path = None
+        if folder is not None and piece.document is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / f"{piece.name}.fx.py").write_text(python_of(piece.document, "piece"))
+            dump_path = Path(folder) / f"{piece.name}.inductor.py"
+        compiled = self._artifacts.piece(piece, dump_path)
+        logger.debug("%s (%s): %d ops", piece.name, str(piece.hash)[:12], len(piece.nodes))
+        self._progress.advance()
+        return compiled
+
+    def _uncacheable(self, problems: list[str]) -> None:
+        words = "the program cannot be stored: " + "; ".join(problems)
+        self.misses.append(words)
+        if self._config.cache.mode is not CacheMode.OFF:
+            self.warnings.append(words)
+
+
+def _open_store(config: Config, *, used: bool) -> Store:
+    if not used or config.cache.mode is CacheMode.OFF:
+        return Store(None)
+    return Store.open(config.cache.dir, mode=config.cache.mode, max_bytes=config.cache.max_bytes)
+
+
+def _attention_of(request: Request) -> type[AttentionBackend] | None:
+    if request.bundle.attention is None:
+        return None
+    return find_backend(request.config.attention.name)
 
 
 def _resolve(
-    config: Config, *, spec_calls: Partition, attention: type[AttentionBackend] | None
+    config: Config, image: ProgramImage, attention: type[AttentionBackend] | None
 ) -> tuple[Resolution, Support]:
-    from pcgsvc.ops.registry import find_spec
-
     support, why = Support.ALWAYS, "every splitting op"
-    for name in spec_calls.matched:
+    for name in image.matched:
         op = find_spec(name)
         level = Support.NEVER if op is None else op.support
         if level is None:
@@ -297,7 +433,7 @@ def _resolve(
     resolution = resolve_mode(
         config.mode,
         support,
-        num_boundaries=spec_calls.count(Kind.BOUNDARY),
+        num_boundaries=image.count(Kind.BOUNDARY),
         uniform_query_len=config.capture.uniform_query_len,
         why=why,
     )
@@ -308,7 +444,7 @@ def _capture(
     built: Built, workspace: Workspace, samples: Samples, progress: Progress
 ) -> GraphTable:
     """Capture what the resolved mode wants."""
-    config, program = built.config, built.program
+    config, program = built.request.config, built.program
     assert program is not None
     if config.capture.graphs is Graphs.OFF:
         return GraphTable()
@@ -342,7 +478,7 @@ def _capture(
             workspace,
             engine,
             wanted,
-            predicate=built.traced.predicate,
+            predicate=built.image.predicate,
             options=options,
             prepare=load,
             on_entry=lambda key: progress.advance(),
@@ -372,18 +508,13 @@ def _self_check(runner: Runner, samples: Samples) -> None:
         raise
 
 
-def _strict(config: Config, built: Built, table: GraphTable) -> None:
-    """Under `strict=true`, sizes that were not captured are an error."""
-    if config.strict and table.skipped:
-        raise ConfigError(f"strict=true, and some sizes were not captured: {table.skipped}")
-
-
 # ---- parts ---------------------------------------------------------------------------------------
 
 
 def _workspace(built: Built) -> Workspace:
     """Allocate the static memory of a runner."""
-    config, spec = built.config, built.bundle.attention
+    request = built.request
+    config, spec = request.config, request.bundle.attention
     max_tokens = max(built.sizes)
     max_reqs = config.attention.max_num_reqs or max_tokens
     geometry, attention = None, None
@@ -393,65 +524,52 @@ def _workspace(built: Built) -> Workspace:
             spec,
             num_blocks=geometry.num_blocks,
             block_size=geometry.block_size,
-            device=built.device,
+            device=request.device,
             dtype=dtype_of(config),
         )
     return Workspace(
-        inputs=built.inputs,
-        bindings=built.traced.bindings,
-        tensors=built.traced.tensors,
+        inputs=request.inputs,
+        bindings=built.image.spec.bindings,
+        tensors=built.image.bind(tensors_of(request.bundle.module)),
         max_tokens=max_tokens,
         max_reqs=max_reqs,
         attention=attention,
         geometry=geometry,
-        device=built.device,
+        device=request.device,
     )
 
 
-def _parts(
-    built: Built, workspace: Workspace, table: GraphTable, constants: Mapping[str, Any]
-) -> RunnerParts:
-    traced, program = built.traced, built.program
+def _parts(built: Built, workspace: Workspace, table: GraphTable) -> RunnerParts:
+    request, image, program = built.request, built.image, built.program
     assert program is not None
     dispatch = DispatchTable(
         built.resolution,
         table.entries,
-        uniform_query_len=built.config.capture.uniform_query_len,
+        uniform_query_len=request.config.capture.uniform_query_len,
         max_reqs=workspace.max_reqs,
         skipped=table.skipped,
     )
     outputs = OutputPlan(
-        leaves=traced.outputs,
-        constants=traced.constants,
-        tree=traced.out_tree,
-        specs=traced.output_specs,
+        leaves=list(image.outputs),
+        constants=image.constants,
+        tree=image.tree(),
+        specs=list(image.output_specs),
     )
     return RunnerParts(
-        config=built.config,
-        module=built.bundle.module,
+        config=request.config,
+        module=request.bundle.module,
         program=program,
         workspace=workspace,
         table=table,
         dispatch=dispatch,
-        predicate=traced.predicate,
+        predicate=image.predicate,
         outputs=outputs,
-        constants=constants,
-        make_inputs=built.bundle.make_inputs,
-        tokenizer=built.bundle.tokenizer,
-        is_language_model=built.bundle.is_language_model,
-        mutated=traced.mutated,
+        constants=request.constants,
+        make_inputs=request.bundle.make_inputs,
+        tokenizer=request.bundle.tokenizer,
+        is_language_model=request.bundle.is_language_model,
+        mutated=list(image.mutated),
     )
-
-
-def _refuse_outputs(traced: TracedGraph) -> None:
-    """Refuse results that cannot be cut back to the true rows."""
-    for at, spec in enumerate(traced.output_specs):
-        odd = [s for s in spec.shape if isinstance(s, str) and s != "s"]
-        if odd:
-            raise TraceError(
-                f"result {at}: its shape {spec.shape} depends on the row count s other than by "
-                "being it, so padding rows cannot be cut off. Return one row per input row."
-            )
 
 
 @contextmanager
@@ -460,9 +578,11 @@ def _phase(
 ) -> Iterator[None]:
     progress.start(name, total)
     started = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - started
-    progress.stop()
+    try:
+        yield
+    finally:
+        seconds[name] += time.perf_counter() - started
+        progress.stop()
     logger.info("%s: %.3f s", name, seconds[name])
 
 
@@ -475,13 +595,3 @@ def _capture_stream(workspace: Workspace) -> Iterator[None]:
     with torch.cuda.stream(workspace.stream):
         yield
     torch.cuda.current_stream(workspace.device).wait_stream(workspace.stream)
-
-
-def _dump(folder: Path, name: str, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.fx.py").write_text(text)
-
-
-def _dump_path(config: Config, name: str) -> Path | None:
-    folder = config.debug.dump_dir
-    return None if folder is None else Path(folder) / f"{name}.inductor.py"

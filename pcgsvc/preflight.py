@@ -1,11 +1,15 @@
 """Everything about a config that can be judged without building, before any output is written.
 
-In: a composed config. Out: nothing, or a `ConfigError`. Knows nothing of Hydra.
+In: composed configs. Out: nothing, or a `ConfigError`. Knows nothing of Hydra.
 """
 
 from __future__ import annotations
 
-from pcgsvc.config import Config, resolve, validate
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pcgsvc.config import Config, Job, resolve, validate
 from pcgsvc.devices import device_of, dtype_of
 from pcgsvc.dispatch import resolve_mode
 from pcgsvc.errors import ConfigError, near
@@ -16,6 +20,27 @@ from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.torch_private import op_exists
 
 
+def check_jobs(configs: Sequence[Config]) -> None:
+    """Check every job of a command line, and that no job would write over another's report.
+
+    Raises:
+        ConfigError: as `check`; of several jobs, the message says which.
+    """
+    for at, config in enumerate(configs):
+        try:
+            check(config)
+        except ConfigError as error:
+            where = f" (job {at + 1} of {len(configs)}; none was run)" if len(configs) > 1 else ""
+            raise ConfigError(f"{error}{where}") from error
+    reports = [Path(c.report).absolute() for c in configs if c.report is not None]
+    for path in reports:
+        if reports.count(path) > 1:
+            raise ConfigError(
+                f"report: {reports.count(path)} jobs would write '{path}'; leave it out (each job "
+                "writes report.json in a folder of its own), or sweep over it as well."
+            )
+
+
 def check(config: Config) -> None:
     """Raise `ConfigError` for a config that cannot be built."""
     device = device_of(config)
@@ -23,29 +48,75 @@ def check(config: Config) -> None:
     validate(resolved, device_type=device.type)
     dtype_of(resolved)
     validate_model(resolved)
-    backend = find_backend(resolved.attention.name)
+    find_backend(resolved.attention.name)
     _check_op_names(resolved)
-    if resolved.strict and resolved.model.name != "two_regions":
-        # With an attention model the boundaries are known before anything is traced.
-        resolution = resolve_mode(
-            resolved.mode,
-            backend.cudagraph_support,
-            num_boundaries=1,
-            uniform_query_len=resolved.capture.uniform_query_len,
-            why=f"attention={resolved.attention.name}",
-        )
-        if resolution.reasons:
-            raise ConfigError(f"strict=true, and {'; '.join(resolution.reasons)}")
+    _check_paths(resolved)
+    _check_prompt(resolved)
+    _check_strict(resolved)
+
+
+def _check_strict(config: Config) -> None:
+    """Resolve the mode where that needs no trace: a Llama's boundaries are its attention."""
+    if not config.strict or config.model.name == "two_regions":
+        return
+    resolution = resolve_mode(
+        config.mode,
+        find_backend(config.attention.name).cudagraph_support,
+        num_boundaries=1,
+        uniform_query_len=config.capture.uniform_query_len,
+        why=f"attention={config.attention.name}",
+    )
+    if resolution.reasons:
+        raise ConfigError(f"strict=true, and {'; '.join(resolution.reasons)}")
 
 
 def _check_op_names(config: Config) -> None:
     partition = config.partition
-    for name in [*(partition.splitting_ops or []), *partition.extra_splitting_ops]:
-        canonical = canonical_op_name(name)
-        if "::" in canonical and not op_exists(canonical):
-            known = registered_names()
-            raise ConfigError(
-                f"partition.splitting_ops: {name!r} is no operator that torch knows"
-                f"{near(canonical, known)} Registered splitting ops: {', '.join(known)}; the "
-                "operators in the model's graph are listed by job=plan when a name matches none."
-            )
+    for setting, names in (
+        ("partition.splitting_ops", partition.splitting_ops or []),
+        ("partition.extra_splitting_ops", partition.extra_splitting_ops),
+    ):
+        for name in names:
+            canonical = canonical_op_name(name)
+            if "::" in canonical and not op_exists(canonical):
+                known = registered_names()
+                raise ConfigError(
+                    f"{setting}: {name!r} is no operator that torch knows{near(canonical, known)} "
+                    f"Registered splitting ops: {', '.join(known)}; a name that exists but is not "
+                    "in the model's graph is answered with the operators that are."
+                )
+
+
+def _check_paths(config: Config) -> None:
+    """Find out before the work, not after it, that its results cannot be written."""
+    if config.report is not None:
+        path = Path(config.report)
+        if not config.report or path.is_dir():
+            raise ConfigError(f"report: got {config.report!r}, the path of a file is needed.")
+        _check_folder("report", path.absolute().parent)
+    if config.debug.dump_dir is not None:
+        _check_folder("debug.dump_dir", Path(config.debug.dump_dir).absolute())
+
+
+def _check_folder(setting: str, folder: Path) -> None:
+    """Refuse a folder that neither exists nor can be made."""
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{setting}: '{there}' is no folder; name another place.")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"{setting}: '{there}' cannot be written; name another place.")
+
+
+def _check_prompt(config: Config) -> None:
+    """Refuse a prompt that would be ignored, or for which there can be no tokenizer."""
+    if config.prompt is None:
+        return
+    if config.job is not Job.RUN:
+        raise ConfigError(f"prompt: job={config.job.value} runs no model; use job=run.")
+    if config.model.name == "two_regions" or (
+        config.model.name == "llama" and config.model.weights is None
+    ):
+        raise ConfigError(
+            f"prompt: model={config.model.name} with random weights has no tokenizer; use "
+            "model=smollm2, or a .gguf checkpoint as model.weights."
+        )

@@ -84,8 +84,9 @@ class Runner:
     (`outputs=view`). Use as a context manager, or `close()`.
     """
 
-    def __init__(self, parts: RunnerParts) -> None:
+    def __init__(self, parts: RunnerParts, *, at_close: Callable[[], None] = lambda: None) -> None:
         self._parts: RunnerParts | None = parts
+        self._at_close = at_close
         self._lock = threading.RLock()
         self._hits: Counter[str] = Counter()
         self._fallbacks: Counter[tuple[int, str]] = Counter()
@@ -201,6 +202,8 @@ class Runner:
             parts.table.entries.clear()
             parts.table.owned.clear()
             self._weights = []
+            self._plain_batches.clear()
+            self._at_close()
 
     def __enter__(self) -> Runner:
         """Return self; the runner is closed at the end of the block."""

@@ -24,10 +24,26 @@ from pcgsvc.disk import reports
 from pcgsvc.disk.entries import Entries
 from pcgsvc.disk.envelope import AbsentError, Entry, Kind, check_key, encode
 from pcgsvc.disk.lookup import Built, Counts, Lookup, Made
+from pcgsvc.disk.reports import CheckReport, FactDifference, Nearest, ProgramInfo
 from pcgsvc.disk.scratch import CompilerDirs, Scratch
 from pcgsvc.disk.table import WriteError
 from pcgsvc.disk.usage import no_eviction
 from pcgsvc.errors import CacheError
+
+__all__ = [
+    "Built",
+    "CheckReport",
+    "CompilerDirs",
+    "Counts",
+    "Entry",
+    "FactDifference",
+    "Kind",
+    "Lookup",
+    "Made",
+    "Nearest",
+    "ProgramInfo",
+    "Store",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +268,7 @@ class Store:
 
     # ---- the whole store -------------------------------------------------------------------------
 
-    def check(self, *, fix: bool = False) -> reports.CheckReport:
+    def check(self, *, fix: bool = False) -> CheckReport:
         """Read every entry, and compare rows, files and piece lists.
 
         Args:
@@ -262,13 +278,13 @@ class Store:
             return reports.NOTHING
         return reports.check(self._entries.table, fix=fix and self.writable)
 
-    def ls(self) -> list[reports.ProgramInfo]:
+    def ls(self) -> list[ProgramInfo]:
         """Return the stored programs, most recently used first; none if they cannot be read."""
         if self._entries is None:
             return []
         return reports.list_programs(self._entries.table, self._entries.pins)
 
-    def nearest(self, facts: Mapping[str, Any]) -> reports.Nearest | None:
+    def nearest(self, facts: Mapping[str, Any]) -> Nearest | None:
         """Return the stored program that differs from `facts` in the fewest, and in which."""
         if self._entries is None:
             return None

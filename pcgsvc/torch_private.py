@@ -9,10 +9,18 @@ importing it takes seconds that a warm start does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+
+def import_compilers(*, inductor: bool) -> None:
+    """Import Dynamo, and Inductor if asked, so that the seconds it takes can be told apart."""
+    if inductor:
+        pass
+
 
 # ---- Dynamo --------------------------------------------------------------------------------------
 
@@ -123,6 +131,11 @@ def op_name(op: Any) -> str | None:
     if isinstance(op, torch._ops.OpOverloadPacket):
         return str(op._qualified_op_name)
     return None
+
+
+def op_schemas(packet: Any) -> list[str]:
+    """Return the schemas of all overloads of a packet."""
+    return [str(getattr(packet, name)._schema) for name in packet.overloads()]
 
 
 def op_exists(name: str) -> bool:
@@ -240,3 +253,47 @@ def pool_ranges(pool: tuple[int, int]) -> list[tuple[int, int]]:
         for s in torch.cuda.memory_snapshot()
         if tuple(s["segment_pool_id"]) == tuple(pool)
     ]
+
+
+# ---- compiler settings and caches ----------------------------------------------------------------
+
+
+def inductor_settings() -> dict[str, Any]:
+    """Return Inductor's settings in a form that is the same in every process and directory.
+
+    `config.get_hash()` is not: it changes with the working directory on torch 2.13 and 2.14.
+    """
+    import torch._inductor.config as inductor_config
+
+    settings = inductor_config.save_config_portable()
+    return {name: repr(value) for name, value in sorted(settings.items())}
+
+
+def triton_version() -> str | None:
+    """Return the version of triton, without importing it; None if there is none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def inductor_defaults() -> Iterator[None]:
+    """Set what our artifacts are compiled and loaded with, for a block.
+
+    A precompiled C++ header makes the first compile take twice as long, and is looked up, and so
+    compiled, even to load an artifact. Torch's process-wide caches are off: ours takes their place.
+    """
+    import torch._inductor.config as inductor_config
+
+    wanted = {
+        "cpp_cache_precompile_headers": False,
+        "force_disable_caches": False,
+        "fx_graph_cache": True,
+        "fx_graph_remote_cache": False,
+    }
+    known = {name: value for name, value in wanted.items() if hasattr(inductor_config, name)}
+    with inductor_config.patch(known):
+        yield

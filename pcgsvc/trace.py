@@ -34,8 +34,6 @@ def trace(
     module: Callable[..., Any],
     inputs: Sequence[InputSpec],
     constants: Mapping[str, Any],
-    *,
-    avoid_sizes: Sequence[int] = (),
 ) -> TracedGraph:
     """Trace `module(**inputs, **constants)` into one canonical graph; runs no kernel.
 
@@ -43,14 +41,13 @@ def trace(
         module: a module in eval mode, or any callable of keyword arguments.
         inputs: tensor inputs; at least one has a row dimension.
         constants: arguments that are no tensors; frozen into the graph.
-        avoid_sizes: row counts that must not be traced with.
 
     Raises:
         TraceError: Dynamo cannot trace the forward whole, a row dimension came out fixed, the
             forward has a side effect on Python state, or a size depends on data. The message
             names the user's line where there is one.
     """
-    size = _pick_size(module, inputs, avoid_sizes)
+    size = _pick_size(module, inputs)
     examples = [_example(spec, size) for spec in inputs]
     seen = Seen(examples)
     function = _fresh_function(module, [spec.name for spec in inputs], constants)
@@ -65,16 +62,14 @@ def trace(
     return Canonical(module, inputs, seen, result, changed, size).build()
 
 
-def _pick_size(
-    module: Callable[..., Any], inputs: Sequence[InputSpec], avoid: Sequence[int]
-) -> int:
+def _pick_size(module: Callable[..., Any], inputs: Sequence[InputSpec]) -> int:
     """Return a prime that is no dimension of any tensor in sight, so that no size is special."""
     if not any(spec.dim is not None for spec in inputs):
         raise TraceError(
             "dynamic_dims: no input has a row dimension, so there is no size to capture for. Name "
             "one, e.g. dynamic_dims={'x': 0}."
         )
-    taken = set(avoid)
+    taken: set[int] = set()
     for tensor in tensors_of(module).values():
         taken |= set(tensor.shape)
     for spec in inputs:

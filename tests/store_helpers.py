@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import random
 import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -81,4 +85,34 @@ def sql(root: Path, statement: str, *values: object) -> list[Any]:
 
 def value_file(root: Path, name: str) -> Path:
     ((filename,),) = sql(root, "SELECT filename FROM Cache WHERE key LIKE ?", f"%{name}")
-    return root / "store" / "db" / filename
+    return root / "store" / "db" / str(filename)
+
+
+def as_user(uid: int, work: Callable[[], str]) -> str:
+    """Return what `work` returns in a child process of another user; an error as its text."""
+    receive, send = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            try:
+                text = work()
+            except BaseException as error:  # noqa: BLE001 - the parent judges it
+                text = repr(error)
+            os.write(send, text.encode())
+        os._exit(0)
+    os.close(send)
+    with open(receive) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A temporary folder that other users may enter; pytest's own are 0700 above."""
+    with tempfile.TemporaryDirectory(prefix="pcgsvc-test-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)

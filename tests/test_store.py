@@ -133,7 +133,7 @@ def test_eight_threads_share_one_store(root: Path) -> None:
                 name = key(f"{number} {turn}")
                 assert store.put_piece(name, name.encode() * 40, facts={})
                 assert store.get_piece(name).value == name.encode() * 40
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - judged below
             errors.append(error)
 
     with open_store(root) as store:
@@ -197,7 +197,7 @@ def test_every_setting_is_given_at_each_open_whatever_the_database_says(root: Pa
         assert store.get_piece(A).hit
     settings = dict(sql(root, "SELECT key, value FROM Settings"))
     assert (settings["eviction_policy"], settings["cull_limit"]) == ("none", 0)
-    assert settings["sqlite_mmap_size"] == 0
+    assert (settings["sqlite_mmap_size"], settings["sqlite_synchronous"]) == (0, 2)
     given = {name for name in diskcache.DEFAULT_SETTINGS if name in settings}
     assert given == set(diskcache.DEFAULT_SETTINGS)
 
@@ -244,7 +244,7 @@ def test_mode_off_leaves_no_file_and_reads_none(
         assert dirs.inductor.is_dir()
         assert dirs.triton.is_relative_to(scratch)
         (dirs.triton / "file").write_text("x")
-        with pytest.raises(CacheError, match="cache.mode=off"):
+        with pytest.raises(CacheError, match=r"cache\.mode=off"):
             store.clear()
     assert all_files(tmp_path) == before
     assert not list(scratch.iterdir())
@@ -260,7 +260,7 @@ def test_mode_read_serves_hits_and_stores_nothing(root: Path) -> None:
         assert store.get_or_build(B, lambda: Built(b"y")).stored is False
         assert store.get_piece(B).miss == "absent"
         assert not store.compiler_dirs().inductor.is_relative_to(root)
-        with pytest.raises(CacheError, match="cache.mode=read"):
+        with pytest.raises(CacheError, match=r"cache\.mode=read"):
             store.clear()
     assert before == {path: path.stat().st_mtime_ns for path in all_files(root)}
 
@@ -337,6 +337,13 @@ def test_locks_of_two_keys_do_not_meet(root: Path) -> None:
         assert two
 
 
+def test_a_thread_that_holds_a_key_s_lock_may_build_that_key(root: Path) -> None:
+    with open_store(root) as store, store.lock(A):
+        assert store.get_or_build(A, lambda: Built(b"x"), timeout_s=0.0).stored
+        with open_store(root) as other, other.lock(A, 0.0) as held:
+            assert not held
+
+
 def test_a_released_lock_leaves_no_file(root: Path) -> None:
     with open_store(root) as store:
         with store.lock(A):
@@ -382,9 +389,10 @@ def test_a_held_write_lock_lets_reads_through_and_writes_fail_once_loudly(
 ) -> None:
     with open_store(root) as store:
         fill(store)
-    with open_store(root, timeout_s=0.2) as store, closing(
-        sqlite3.connect(root / "store" / "db" / "cache.db", isolation_level=None)
-    ) as other:
+    with (
+        open_store(root, timeout_s=0.2) as store,
+        closing(sqlite3.connect(root / "store" / "db" / "cache.db", isolation_level=None)) as other,
+    ):
         other.execute("BEGIN IMMEDIATE")
         assert misses(store) == []
         started = time.monotonic()
@@ -400,9 +408,10 @@ def test_a_held_write_lock_lets_reads_through_and_writes_fail_once_loudly(
 def test_a_database_locked_for_readers_is_a_miss_not_damage(root: Path) -> None:
     with open_store(root) as store:
         fill(store)
-    with open_store(root, timeout_s=0.1) as store, closing(
-        sqlite3.connect(root / "store" / "db" / "cache.db", isolation_level=None)
-    ) as other:
+    with (
+        open_store(root, timeout_s=0.1) as store,
+        closing(sqlite3.connect(root / "store" / "db" / "cache.db", isolation_level=None)) as other,
+    ):
         other.execute("BEGIN EXCLUSIVE")
         assert "locked" in (store.get_piece(next(iter(PIECES))).miss or "")
         other.execute("ROLLBACK")

@@ -21,24 +21,25 @@ from store_helpers import (
     PIECES,
     PROGRAMS,
     all_files,
+    as_user,
     fill,
     key,
     misses,
     open_store,
     rebuild,
+    shared_folder,
     sql,
     stored_files,
     value_file,
 )
 
 from pcgsvc.config import CacheMode
-from pcgsvc.disk import bytes_disk, envelope
+from pcgsvc.disk import envelope
 from pcgsvc.disk.envelope import DamagedError, Entry, Kind, decode, encode
 from pcgsvc.disk.quarantine import Quarantine
 from pcgsvc.store import Built
 
-PIECE = list(PIECES)[1]  # lies in a value file
-SMALL = list(PIECES)[0]  # lies in its row
+SMALL, PIECE, *_ = PIECES  # the one lies in its row, the other in a value file
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts, or changes its uid")
 
 
@@ -338,15 +339,36 @@ def test_a_flipped_key_is_called_damage_rather_than_absent(root: Path, tmp_path:
         expect_rebuilt(copy)
 
 
-def test_a_deleted_database_is_empty_and_its_files_are_strays(root: Path) -> None:
+def test_a_deleted_database_is_empty_and_its_files_go_with_the_next_write(root: Path) -> None:
     (root / "store" / "db" / "cache.db").unlink()
     with open_store(root) as store:
         assert set(misses(store)) == {"absent"}
-        fill(store)
-        assert store.check().strays
-        store.check(fix=True)
-        assert not store.check().strays
+        assert store.put_piece(key("new"), b"x", facts={})
+        assert not list((root / "store" / "db").rglob("*.val"))
+        rebuild(store)
         assert misses(store) == []
+
+
+def test_files_of_a_killed_writer_go_when_the_next_one_begins(root: Path) -> None:
+    stray = root / "store" / "db" / "ab" / "cd" / ("0" * 28 + ".val")
+    stray.parent.mkdir(parents=True)
+    stray.write_bytes(b"x")
+    half_made = root / "store" / "db.new"
+    half_made.mkdir()
+    with open_store(root) as store:
+        assert store.check().strays == [stray]
+        assert store.put_piece(key("new"), b"x", facts={})
+        assert not stray.exists()
+        assert misses(store) == []
+
+
+def test_the_journal_of_a_deleted_database_does_not_get_into_the_new_one(root: Path) -> None:
+    hot_journal(root)
+    (root / "store" / "db" / "cache.db").unlink()
+    with open_store(root) as store:
+        rebuild(store)
+        assert misses(store) == []
+        assert store.check().ok
 
 
 def test_the_whole_folder_deleted_under_an_open_store_is_a_miss(root: Path) -> None:
@@ -409,7 +431,10 @@ def test_a_full_disk_is_warned_of_once_and_leaves_nothing_half_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "small"
-    with mounted(root, "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs"), open_store(root) as store:
+    with (
+        mounted(root, "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs"),
+        open_store(root) as store,
+    ):
         fill(store)
         before = stored_files(root)
         big = key("big")
@@ -455,7 +480,7 @@ def test_no_space_for_a_value_file_leaves_no_part_of_it(
 
     before = stored_files(root)
     with open_store(root) as store:
-        monkeypatch.setattr(bytes_disk.os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", full)
         assert not store.put_piece(PIECE, b"new" * 1000, facts={})
         monkeypatch.undo()
         assert stored_files(root) == before
@@ -473,7 +498,7 @@ def test_what_cannot_be_read_back_is_not_stored(
         os.ftruncate(fd, 10)
 
     with open_store(root) as store:
-        monkeypatch.setattr(bytes_disk.os, "fsync", lose_it)
+        monkeypatch.setattr(os, "fsync", lose_it)
         assert not store.put_piece(key("new"), b"new" * 1000, facts={})
         monkeypatch.undo()
         assert store.get_piece(key("new")).miss == "absent"
@@ -510,38 +535,23 @@ def test_a_read_only_mount_serves_hits_and_says_once_that_nothing_is_stored(
 
 @needs_root
 def test_a_root_owned_by_root_serves_hits_to_another_user_once_it_is_readable(
-    tmp_path: Path, pristine: Path
+    pristine: Path,
 ) -> None:
     """As baked into an image: filled by root, used by any uid."""
-    root = Path(shutil.copytree(pristine, tmp_path / "root"))
-    for folder in (root, *root.parents):
-        if folder.stat().st_uid == 0 and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o011)
-    assert "cannot be looked at" in as_other_user(root)
-    subprocess.run(["chmod", "-R", "go+rX", str(root)], check=True)
-    assert as_other_user(root) == "[]"
 
+    def look() -> str:
+        with open_store(place) as store:
+            assert not store.writable
+            assert not store.put_piece(key("new"), b"x", facts={})
+            return f"{len(misses(store))} misses, {store.why_not_writable()}"
 
-def as_other_user(root: Path) -> str:
-    """Look all up as uid 12345; return the misses, or why nothing can be looked up."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with contextlib.suppress(BaseException):
-            os.setgroups([])
-            os.setgid(12345)
-            os.setuid(12345)
-            with open_store(root) as store:
-                assert not store.writable
-                assert not store.put_piece(key("new"), b"x", facts={})
-                reason = "" if misses(store) == [] else store.why_not_writable()
-                os.write(write, (reason or "[]").encode())
-        os._exit(0)
-    os.close(write)
-    with open(read) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    return text
+    with shared_folder() as folder:
+        place = Path(shutil.copytree(pristine, folder / "root"))
+        text = as_user(12345, look)
+        assert text.startswith("6 misses")
+        assert "Permission denied" in text
+        subprocess.run(["chmod", "-R", "go+rX", str(place)], check=True)
+        assert as_user(12345, look).startswith("0 misses")
 
 
 @needs_root

@@ -29,6 +29,8 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SMALL = Tiling(block_m=16, block_n=16, num_warps=4, num_stages=1)
 SPLIT = Tuning(single=SMALL, mixed=SMALL, num_splits=3, split_keys=16)
+# Tiles above 16 rows go through their first keys without a mask.
+LARGE = dataclasses.replace(SPLIT, mixed=dataclasses.replace(SMALL, block_m=64), num_splits=2)
 
 DECODE = ([1, 1, 1, 1], [40, 3, 17, 1])
 MIXED = ([5, 1, 9, 1], [5, 33, 30, 16])
@@ -82,6 +84,15 @@ def test_every_kind_of_batch_in_every_dtype(
 ) -> None:
     attention = backend(dtype=dtype)
     check(attention, make_step(attention, *lens))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("lens", [MIXED, PREFILL, ([20, 7], [70, 64])], ids=str)
+def test_large_tiles(lens: tuple[list[int], list[int]], splits: int) -> None:
+    attention = backend(tuning=dataclasses.replace(LARGE, num_splits=splits))
+    check(attention, make_step(attention, *lens, rows=70))
+    apart = backend(tuning=dataclasses.replace(LARGE, fused_write_rows=4, num_splits=splits))
+    check(apart, make_step(apart, *lens, rows=70))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -182,7 +193,7 @@ def test_any_mix_finds_its_tiles(seed: int) -> None:
     attention = backend(
         heads,
         kv_heads,
-        tuning=rng.choice([Tuning(), SPLIT]),
+        tuning=rng.choice([Tuning(), SPLIT, LARGE]),
         sliding_window=[rng.choice([None, 9])],
     )
     step = make_step(

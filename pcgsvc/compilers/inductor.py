@@ -89,3 +89,16 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     # even to load an artifact.
     ours = {"triton.cudagraphs": False, "cpp_cache_precompile_headers": False}
     return {"config_patches": {**ours, **given}}
+
+
+def compile_probe(device: torch.device) -> None:
+    """Compile the smallest kernel, so that Inductor has tried what its compilers can do."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.ones(8, device=device)
+    y = graph.call_function(torch.add, (x, 1))
+    graph.output((y,))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    with torch.no_grad():
+        artifact = torch_private.inductor_compile(module, [torch.ones(8, device=device)], {})
+        artifact(torch.ones(8, device=device))

@@ -164,7 +164,7 @@ def open_cache(folder: Path, *, timeout_s: float, size_limit: int) -> Any:
         size_limit: in bytes; written down only, since nothing is evicted by diskcache.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    return diskcache.Cache(
+    cache = diskcache.Cache(
         str(folder),
         timeout=timeout_s,
         disk=BytesDisk,
@@ -179,7 +179,10 @@ def open_cache(folder: Path, *, timeout_s: float, size_limit: int) -> Any:
         # from read-only media, and no shared memory file is needed.
         sqlite_journal_mode="delete",
         sqlite_mmap_size=0,  # a mapped file that somebody truncates kills the process (SIGBUS)
-        sqlite_synchronous=2,
+        sqlite_synchronous=0,  # only while opening, which commits some forty times
         disk_min_file_size=2**10,  # the database stays small, damage to a value stays in one file
         disk_pickle_protocol=4,  # never used, but one of diskcache's settings
     )
+    for _ in range(2):  # the first switches syncing on, the second brings all of it to the disk
+        cache.reset("sqlite_synchronous", 2)
+    return cache

@@ -47,6 +47,7 @@ class Entries:
         self.pins = Pins(folder.data / "pins", writable=self.writable)
         self._max_bytes = max_bytes
         self._renewed: set[tuple[Kind, str]] = set()
+        self._owners: set[tuple[int, str]] = set()
         self._said: set[str] = set()
         self._mutex = threading.Lock()
         if not self.writable and mode is not CacheMode.READ:
@@ -107,7 +108,11 @@ class Entries:
 
     @contextlib.contextmanager
     def lock(self, key: str, timeout_s: float) -> Iterator[bool]:
-        """Take the lock of one key; yields whether it is held."""
+        """Take the lock of one key; yields whether it is held. A thread may take it twice."""
+        owner = (threading.get_ident(), key)
+        if owner in self._owners:
+            yield True
+            return
         held = None
         path = self.table.data / "locks" / key
         try:
@@ -119,8 +124,11 @@ class Entries:
         except OSError as error:
             self.warn_once(f"no lock can be taken: {error}")
         try:
+            if held is not None:
+                self._owners.add(owner)
             yield held is not None
         finally:
+            self._owners.discard(owner)
             if held is not None:
                 held.release(unlink=True)
 

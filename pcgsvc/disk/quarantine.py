@@ -6,6 +6,7 @@ bytes, the oldest go first.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -40,7 +41,8 @@ class Quarantine:
             path.write_bytes(raw)
         except OSError as error:  # a full disk, say: the entry is dropped all the same
             logger.debug("cache: no room in the quarantine for %s: %s", name, error)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
         self.trim()
 
     def move(self, path: Path, name: str) -> Path:
@@ -98,4 +100,5 @@ def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()

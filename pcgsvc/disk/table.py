@@ -227,10 +227,17 @@ class Table:
         """
         if not self._writable:
             return self._strays()
-        with self._mutex, self._exclusive(timeout_s=0.0) as held:
-            strays = self._strays() if held else []
-            for path in strays if delete else []:
-                path.unlink(missing_ok=True)
+        with self._mutex, contextlib.suppress(OSError), self._exclusive(timeout_s=0.0) as held:
+            if held is not None:
+                return self._sweep() if delete else self._strays()
+        return []
+
+    def _sweep(self) -> list[Path]:
+        """Delete the stray files; only with all writers kept out."""
+        strays = self._strays()
+        for path in strays:
+            with contextlib.suppress(OSError):
+                path.unlink()
         return strays
 
     def _strays(self) -> list[Path]:
@@ -305,17 +312,30 @@ class Table:
                     connection.execute("ROLLBACK")
                 if fault := self.reader.fault():  # before anything is added to it
                     self._move(fault)
-            new = not self.reader.database.exists()
-            try:
-                self._cache = open_cache(
-                    self.folder, timeout_s=self._timeout_s, size_limit=self._size_limit
-                )
-                self._cache.close()
-                self.reader.database.chmod(0o600)
-            except BaseException:
-                if new:  # half set up, on a full disk say
-                    shutil.rmtree(self.folder, ignore_errors=True)
-                raise
+            if not self.reader.database.exists():
+                self._create()
+            self._sweep()  # after killed writers, whose files nobody else would ever delete
+            self._cache = self._open_cache(self.folder)
+
+    def _create(self) -> None:
+        """Make the database elsewhere and move it in, so that nobody ever sees half of it."""
+        new = self.data / "db.new"
+        shutil.rmtree(new, ignore_errors=True)  # of a killed process
+        try:
+            self._open_cache(new)
+            database = new / self.reader.database.name
+            database.chmod(0o600)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            # A journal of a database that was deleted would be rolled back into this one.
+            self.reader.database.with_name(f"{database.name}-journal").unlink(missing_ok=True)
+            database.rename(self.reader.database)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+    def _open_cache(self, folder: Path) -> Any:
+        cache = open_cache(folder, timeout_s=self._timeout_s, size_limit=self._size_limit)
+        cache.close()
+        return cache
 
     @contextlib.contextmanager
     def _exclusive(self, timeout_s: float | None = None) -> Iterator[Held | None]:

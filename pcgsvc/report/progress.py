@@ -6,6 +6,8 @@ In: phases and units. Out: bars. Knows nothing of what the phases do.
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -16,7 +18,7 @@ from pcgsvc.progress import Silent
 
 
 class Bars:
-    """One bar per phase; a phase that is over stays as a line."""
+    """The bar of the phase that runs; what a phase did is a log line above."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
@@ -32,8 +34,7 @@ class Bars:
 
     def stop(self) -> None:
         """See `progress.Progress.stop`."""
-        task = self._bars.tasks[self._task]
-        self._bars.update(self._task, completed=task.total)
+        self._bars.update(self._task, visible=False)
 
 
 @contextlib.contextmanager
@@ -43,5 +44,26 @@ def progress_for(console: Console) -> Iterator[Listener]:
         yield Silent()
         return
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
+    stdout = sys.stdout
+    with (
+        Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars,
+        _log_above(stdout),
+    ):
         yield Bars(bars)
+
+
+@contextlib.contextmanager
+def _log_above(stdout: object) -> Iterator[None]:
+    """Send log lines for `stdout` through what rich put there, so that they do not tear the bars.
+
+    A handler keeps the stream that it was made with, and rich replaces `sys.stdout` only.
+    """
+    moved = []
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stdout:
+            moved.append((handler, handler.setStream(sys.stdout)))
+    try:
+        yield
+    finally:
+        for handler, before in moved:
+            handler.setStream(before)

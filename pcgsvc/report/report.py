@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pcgsvc.config import Mode, to_dict
+from pcgsvc.partition.pieces import Kind
 from pcgsvc.version import __version__
 
 if TYPE_CHECKING:
@@ -26,12 +28,12 @@ SCHEMA = 1
 
 def plan_report(built: Built) -> dict[str, Any]:
     """Return the report of the stages before capture."""
-    config, partition = built.config, built.partition
+    config, image = built.request.config, built.image
     return {
         "schema": SCHEMA,
         "pcgsvc": __version__,
         "torch": torch.__version__,
-        "device": device_words(built.device),
+        "device": device_words(built.request.device),
         "config": to_dict(config),
         "mode": {
             "requested": built.resolution.requested.value,
@@ -43,42 +45,26 @@ def plan_report(built: Built) -> dict[str, Any]:
         "partition": {
             "strategy": config.partition.strategy.value,
             "splitting_ops": [
-                {"name": name, "count": count} for name, count in partition.matched.items()
+                {"name": name, "count": count} for name, count in image.matched.items()
             ],
-            "num_boundaries": sum(p.kind.value == "boundary" for p in partition.pieces),
-            "num_regions": sum(p.kind.value == "region" for p in partition.pieces),
-            "num_unique_pieces": len(partition.unique()),
-            "pieces": [
-                {
-                    "name": p.name,
-                    "kind": p.kind.value,
-                    "reason": p.reason,
-                    "ops": len(p.nodes),
-                    "hash": p.hash,
-                }
-                for p in partition.pieces
-            ],
+            "num_boundaries": image.count(Kind.BOUNDARY),
+            "num_regions": image.count(Kind.REGION),
+            "num_unique_pieces": len(image.documents),
+            "pieces": [asdict(p) for p in image.pieces],
         },
         "compile": {
             "compiler": config.compiler.name.value if config.compiler.name else "eager",
-            "start": "cold",
-            "num_traces": 1,
-            "num_compiled": built.num_compiled,
-            "num_loaded": 0,
+            "start": built.start,
+            "num_traces": int(built.start == "cold"),
+            "num_compiled": built.tally.compiled,
+            "num_loaded": built.tally.loaded,
             "seconds": dict(built.seconds),
         },
-        "cache": {
-            "mode": config.cache.mode.value,
-            "dir": None,
-            "program_key": None,
-            "hits": 0,
-            "misses": 0,
-            "miss_reasons": [],
-            "bytes": 0,
-        },
+        "cache": dict(built.cache),
         "guards": {
-            "size_conditions": list(built.traced.predicate.conditions),
-            "num_recorded": len(built.traced.guards),
+            "size_conditions": list(image.predicate.conditions),
+            "num_recorded": image.num_guards,
+            "num_reread": len(image.reads),
         },
         "warnings": list(built.warnings),
     }
@@ -93,7 +79,7 @@ def build_report(built: Built, table: GraphTable, workspace: Workspace) -> dict[
     if built.resolution.resolved is Mode.NONE or not table.entries:
         backend = "off"
     else:
-        backend = built.config.capture.graphs.value
+        backend = built.request.config.capture.graphs.value
     report["graphs"] = {
         "backend": backend,
         "num_graphs": sum(by_mode.values()),

@@ -1,82 +1,125 @@
-"""What a person reads after a job: rich tables of the report.
+"""What a person reads after a job: a summary of the report.
 
 In: the report's dicts. Out: text on a console. Knows nothing of how the figures came about.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_NARROW = 100
+_LABEL = 9
+"""Columns of the label before each fact."""
+_ENTRY_WIDTH = 78
+"""Columns of the entry table with all its timings; a narrower terminal gets the first ones."""
+_MANY = 1000
+"""Columns of a console that is no terminal: nothing is cut or wrapped in a file."""
 
 
 def console() -> Console:
-    """Return a console on standard output; wide enough for the tables when it is no terminal."""
-    plain = Console()
-    return plain if plain.is_terminal else Console(width=max(plain.width, _NARROW))
+    """Return a console on standard output."""
+    plain = Console(highlight=False)
+    return plain if plain.is_terminal else Console(highlight=False, width=_MANY)
 
 
 def show_report(out: Console, report: dict[str, Any]) -> None:
     """Print the summary: mode, split, graphs, phases, verification and timings."""
+    out.print()
     _headline(out, report)
-    out.print(_split_table(report))
+    _split(out, report["partition"])
+    _compile(out, report)
     if "graphs" in report:
-        _graphs(out, report)
-    out.print(_phase_table(report))
+        _graphs(out, report["graphs"])
+    _seconds(out, report["compile"]["seconds"])
+    if "verify" in report:
+        _verdict(out, report)
     if report.get("verify"):
-        out.print(_entry_table(report))
+        out.print()
+        out.print(_entries(report, out.width))
+    if report.get("warnings"):
+        out.print()
     for warning in report.get("warnings", []):
-        out.print(f"[yellow]warning[/] {escape(warning)}")
+        _fact(out, "[yellow]warning[/]", escape(warning))
 
 
 def show_text(out: Console, prompt: str, text: str) -> None:
     """Print a prompt and its continuation."""
-    out.print(f"[bold]prompt[/]        {escape(prompt)}")
-    out.print(f"[bold]continuation[/]  {escape(text.strip())}")
+    out.print()
+    _fact(out, "prompt", escape(prompt))
+    _fact(out, "answer", f"[bold]{escape(text.strip())}[/]")
+
+
+def show_place(out: Console, path: Path) -> None:
+    """Print where the report lies; never wrapped, so that it can be copied."""
+    out.print(f"[bold]{'report':<{_LABEL}}[/] {escape(str(path))}", soft_wrap=True)
+
+
+# ---- facts ---------------------------------------------------------------------------------------
+
+
+def _fact(out: Console, label: str, text: str) -> None:
+    """Print one fact behind its label; further lines are indented."""
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(width=_LABEL, no_wrap=True, style="bold")
+    grid.add_column()
+    grid.add_row(label, text)
+    out.print(grid)
 
 
 def _headline(out: Console, report: dict[str, Any]) -> None:
     mode, config = report["mode"], report["config"]
-    same = mode["requested"] == mode["resolved"]
-    asked = "" if same else f" (asked for: {mode['requested']})"
     model = config["model"]
-    out.print(
-        f"[bold]pcgsvc {report['pcgsvc']}[/]  {model['name']}:{model['preset']}  "
-        f"{report['device']}  {config['dtype']}  torch {report['torch']}"
+    _fact(
+        out,
+        "pcgsvc",
+        f"{report['pcgsvc']}, torch {report['torch']}, {escape(report['device'])}, "
+        f"{config['dtype']}",
     )
-    out.print(
-        f"mode [bold]{mode['resolved']}[/]{asked}: uniform decode -> {mode['decode']}, "
-        f"everything else -> {mode['mixed']}"
-    )
+    _fact(out, "model", f"{model['name']} {_which(model)}, attention {config['attention']['name']}")
+    text = f"[bold]{mode['resolved']}[/]"
+    if mode["requested"] != mode["resolved"]:
+        text += f", not {mode['requested']} as asked"
+    _fact(out, "mode", f"{text}: uniform decode {mode['decode']}, all else {mode['mixed']}")
 
 
-def _split_table(report: dict[str, Any]) -> Table:
-    partition = report["partition"]
-    ops = ", ".join(f"{o['name']} x{o['count']}" for o in partition["splitting_ops"]) or "none"
-    table = Table(
-        title=f"split ({partition['strategy']}): {partition['num_boundaries']} boundaries, "
-        f"{partition['num_regions']} regions, {partition['num_unique_pieces']} unique pieces; "
-        f"cut at {ops}",
-        title_justify="left",
+def _which(model: dict[str, Any]) -> str:
+    """Return which of a family's models it is."""
+    if model["weights"] is not None:
+        return escape(Path(model["weights"]).name)
+    return str(model["preset"]) if model["name"] == "llama" else ""
+
+
+def _split(out: Console, partition: dict[str, Any]) -> None:
+    ops = ", ".join(f"{o['name']} x{o['count']}" for o in partition["splitting_ops"])
+    at = f", cut at {escape(ops)}" if ops else ", cut nowhere"
+    _fact(
+        out,
+        "split",
+        f"{_count(partition['num_regions'], 'region')} "
+        f"({partition['num_unique_pieces']} unique), "
+        f"{_count(partition['num_boundaries'], 'boundary', 'boundaries')} "
+        f"by {partition['strategy']}{at}",
     )
-    for name in ("pieces", "kind", "ops", "hash", "why"):
-        table.add_column(name)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", width=_LABEL + 3)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_column()
     for group in _alike(partition["pieces"]):
-        first, last = group[0], group[-1]
-        names = first["name"] if first is last else f"{first['name']} … {last['name']}"
-        count = "" if len(group) == 1 else f" ({len(group)}x)"
+        piece = group[0]
         table.add_row(
-            names + count,
-            first["kind"],
-            str(first["ops"]),
-            (first["hash"] or "")[:12],
-            first["reason"],
+            f"{len(group)}x",
+            piece["kind"],
+            _count(piece["ops"], "op"),
+            (piece["hash"] or "")[:8],
+            escape(piece["reason"]),
         )
-    return table
+    out.print(table, style="dim")
 
 
 def _alike(pieces: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -88,58 +131,104 @@ def _alike(pieces: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return list(groups.values())
 
 
-def _graphs(out: Console, report: dict[str, Any]) -> None:
-    graphs = report["graphs"]
-    by_mode = ", ".join(f"{n} {mode}" for mode, n in graphs["by_mode"].items()) or "none"
-    out.print(
-        f"graphs ({graphs['backend']}): [bold]{graphs['num_graphs']}[/] ({by_mode}) for sizes "
-        f"{graphs['sizes']}; pool {graphs['pool_bytes'] / 2**20:.1f} MiB, device "
-        f"{graphs['device_bytes'] / 2**20:.1f} MiB",
-        highlight=False,
-    )
-    if graphs["backend"] == "recorded":
-        out.print("[dim]recorded graphs stand in for CUDA graphs and are never faster[/]")
-    for skip in graphs["skipped"]:
-        out.print(f"[yellow]skipped[/] size {skip['size']}: {escape(skip['reason'])}")
-
-
-def _phase_table(report: dict[str, Any]) -> Table:
+def _compile(out: Console, report: dict[str, Any]) -> None:
     compile_ = report["compile"]
-    table = Table(
-        title=f"{compile_['start']} start, compiler {compile_['compiler']}: "
-        f"{compile_['num_traces']} traced, {compile_['num_compiled']} compiled, "
-        f"{compile_['num_loaded']} loaded",
-        title_justify="left",
-    )
-    seconds = {k: v for k, v in compile_["seconds"].items() if v}
-    for name in seconds:
-        table.add_column(name, justify="right")
-    table.add_row(*(f"{v:.3f} s" for v in seconds.values()))
-    return table
+    done = f"{compile_['num_compiled']} compiled, {compile_['num_loaded']} loaded"
+    if report["config"]["job"] == "plan":
+        done = "nothing compiled, since job=plan"
+    _fact(out, "compile", f"{compile_['compiler']}, {compile_['start']} start: {done}")
 
 
-def _entry_table(report: dict[str, Any]) -> Table:
-    bench = {(b["mode"], b["size"], b["uniform"]): b for b in report.get("bench", [])}
-    table = Table(
-        title="entries: errors against plain execution (padded inputs / true rows), µs per step",
-        title_justify="left",
+def _graphs(out: Console, graphs: dict[str, Any]) -> None:
+    if not graphs["num_graphs"]:
+        _fact(out, "graphs", "none captured")
+    else:
+        by_mode = ", ".join(f"{n} {mode}" for mode, n in graphs["by_mode"].items())
+        kind = {
+            "cuda": "CUDA graphs",
+            "recorded": "recorded graphs (the CPU's stand-in, never faster)",
+        }[graphs["backend"]]
+        memory = f"{graphs['pool_bytes'] / 2**20:.1f} MiB pool"
+        if graphs["device_bytes"]:
+            memory += f", {graphs['device_bytes'] / 2**20:.1f} MiB of the device"
+        sizes = " ".join(map(str, graphs["sizes"]))
+        _fact(out, "graphs", f"{graphs['num_graphs']} {kind}: {by_mode}; {memory}")
+        _fact(out, "sizes", sizes)
+    for skip in graphs["skipped"]:
+        _fact(out, "[yellow]skipped[/]", f"size {skip['size']}: {escape(skip['reason'])}")
+
+
+def _seconds(out: Console, seconds: dict[str, float]) -> None:
+    phases = [(k, v) for k, v in seconds.items() if k != "total" and v >= 0.0005]
+    total = max(seconds["total"], sum(v for _, v in phases))
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in phases)
+    _fact(out, "seconds", f"[bold]{total:.2f}[/]: {parts}")
+
+
+def _verdict(out: Console, report: dict[str, Any]) -> None:
+    rows = report["verify"]
+    if not rows:
+        _fact(out, "verify", "nothing was captured, so there is nothing to compare")
+        return
+    wrong = sum(not row["ok"] for row in rows)
+    worst = max(row["max_rel_err"] for row in rows)
+    worst_true = max(row["max_rel_err_true"] for row in rows)
+    what = (
+        f"[red]{wrong} of {len(rows)} entries differ from plain execution[/]"
+        if wrong
+        else f"[green]all {len(rows)} entries equal plain execution[/]"
     )
-    for name in ("mode", "size", "rows", "ok", "err", "err true"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("plain", "replay", "host", "region", "bound.", "bound by"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in report["verify"]:
-        times = bench.get((row["mode"], row["size"], row["uniform"]))
-        keys = ("plain_us", "step_us", "host_us", "region_us", "boundary_us")
-        cells = [f"{times[k]:.0f}" for k in keys] if times else [""] * len(keys)
+    _fact(
+        out,
+        "verify",
+        f"{what}; largest error {worst:.1g} on padded inputs, {worst_true:.1g} on true rows alone",
+    )
+
+
+# ---- entries -------------------------------------------------------------------------------------
+
+
+def _entries(report: dict[str, Any], width: int) -> Table:
+    """Return one row per captured entry: errors, and times where they were taken."""
+    bench = {(b["mode"], b["size"], b.get("uniform")): b for b in report.get("bench", [])}
+    times = ["plain", "replay"] if bench else []
+    if bench and width >= _ENTRY_WIDTH:
+        times += ["host", "regions", "bounds", "bound by"]
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0) if width > _ENTRY_WIDTH + 22 else (0, 1, 0, 0),
+        header_style="bold",
+        caption="times in microseconds per step; host: until the last step is launched"
+        if bench
+        else None,
+        caption_justify="left",
+    )
+    for name in ("entry", "size", "rows", "", "error", "true", *times):
+        left = name in ("entry", "", "bound by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for row in sorted(report["verify"], key=lambda r: (r["mode"], r["size"])):
+        found = bench.get((row["mode"], row["size"], row.get("uniform")))
         table.add_row(
             row["mode"],
             str(row["size"]),
             str(row["num_tokens"]),
             "[green]ok[/]" if row["ok"] else "[red]WRONG[/]",
-            f"{row['max_rel_err']:.0e}" if row["max_rel_err"] else "0",
-            f"{row['max_rel_err_true']:.0e}" if row["max_rel_err_true"] else "0",
-            *cells,
-            str(times["verdict"]).removesuffix("-bound") if times else "",
+            _error(row["max_rel_err"]),
+            _error(row["max_rel_err_true"]),
+            *(_times(found)[: len(times)] if found else [""] * len(times)),
         )
     return table
+
+
+def _error(value: float) -> str:
+    return f"{value:.0e}" if value else "0"
+
+
+def _times(row: dict[str, Any]) -> list[str]:
+    keys = ("plain_us", "step_us", "host_us", "region_us", "boundary_us")
+    cells = [f"{row[k]:.0f}" for k in keys]
+    return [*cells, str(row.get("verdict", "")).removesuffix("-bound")]
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

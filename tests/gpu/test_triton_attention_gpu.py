@@ -35,7 +35,7 @@ def _load_cases() -> ModuleType:
 
 cases = _load_cases()
 # float32 must use no TF32: its error would be near 3e-4.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 BATCHES = {
     "prefill": ([300, 64], [300, 64]),
     "chunk": ([65, 130], [700, 333]),
@@ -57,7 +57,7 @@ def backend(
     *,
     dtype: torch.dtype = torch.bfloat16,
     layers: int = 1,
-    num_blocks: int = 400,
+    num_blocks: int = 900,
     block_size: int = 16,
     **options: Any,
 ) -> TritonAttention:
@@ -144,7 +144,7 @@ def test_splits_around_their_boundaries(splits: int) -> None:
 
 
 def test_many_rows_use_large_tiles() -> None:
-    attention = backend()
+    attention = backend(num_blocks=700)
     check(attention, cases.make_step(attention, [1100, 1, 500], [1100, 900, 620], rows=2048))
     check(attention, cases.make_step(attention, [1] * 300, [20] * 300, uniform_query_len=1))
     check(attention, cases.make_step(attention, [1] * 300, [20] * 300))

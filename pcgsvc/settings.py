@@ -1,0 +1,120 @@
+"""A walk over every setting: its path, kind, default and meaning.
+
+In: the dataclasses of `config.py` and their source text, where the meanings stand. Out: one
+`Setting` each, and the text of `--help`. Knows nothing of Hydra.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pcgsvc.config import Config
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting, as people and programs may ask for it."""
+
+    path: str
+    """Dotted, as on the command line."""
+    kind: Any
+    """The annotation, without `| None`."""
+    default: Any
+    """Its own default; an enum's word."""
+    doc: str
+    """Meaning, unit and limit, in one line."""
+    choices: tuple[str, ...]
+    """The words that an enum setting takes."""
+
+
+def walk(cls: type[Any] = Config, prefix: str = "") -> Iterator[Setting]:
+    """Yield every setting below a dataclass, groups unfolded, in the order of the source."""
+    hints, docs, unset = typing.get_type_hints(cls), _docs(cls), cls()
+    for field in dataclasses.fields(cls):
+        kind = _without_none(hints[field.name])
+        path = prefix + field.name
+        if dataclasses.is_dataclass(kind):
+            yield from walk(typing.cast(type[Any], kind), f"{path}.")
+            continue
+        default = getattr(unset, field.name)
+        is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
+        yield Setting(
+            path=path,
+            kind=kind,
+            default=default.value if isinstance(default, enum.Enum) else default,
+            doc=docs.get(field.name, ""),
+            choices=tuple(m.value for m in kind) if is_enum else (),
+        )
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint
+    (kind,) = [a for a in typing.get_args(hint) if a is not type(None)]
+    return kind
+
+
+def _docs(cls: type[Any]) -> dict[str, str]:
+    """Return the text under each field of a dataclass; it exists in the source only."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for node, after in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            text = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                found[node.target.id] = " ".join(text.value.split())
+    return found
+
+
+# ---- --help --------------------------------------------------------------------------------------
+
+_HELP = """\
+pcgsvc: piecewise CUDA graphs for PyTorch.
+
+  pcgsvc model=llama mode=full_and_piecewise    build, verify, time, report
+  pcgsvc -m capture.sizes='[1,2],[1,2,4,8]'     one job per value
+  pcgsvc job=plan                               show where the model would be cut
+  pcgsvc --config-dir DIR model=mine            with your own DIR/model/mine.yaml
+  pcgsvc --cfg job                              print the composed settings
+
+Groups (YAML files that pick values):
+
+{groups}
+
+Settings (name=default, then what it means; null: left open):
+
+{settings}
+
+Exit codes: 0 done, 1 the job failed (verification too), 2 bad configuration.
+Hydra reads the command line; its own options: pcgsvc --hydra-help
+"""
+
+
+def help_text(groups: dict[str, list[str]], width: int) -> str:
+    """Return what `--help` prints, at most `width` columns wide."""
+    blocks = []
+    for setting in walk():
+        text = setting.doc
+        if setting.choices:
+            text += f" Choices: {', '.join(setting.choices)}."
+        indent = " " * 6
+        wrapped = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
+        blocks.append(f"  {setting.path}={_word(setting.default)}\n{wrapped}")
+    listed = "\n".join(f"  {name}={' | '.join(options)}" for name, options in groups.items())
+    return _HELP.format(groups=listed, settings="\n".join(blocks))
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

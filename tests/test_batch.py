@@ -1,0 +1,210 @@
+"""Batches: every refusal names its field and touches nothing; what fits fills the buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pcgsvc
+from pcgsvc.batch import Batch, CacheGeometry, StepBuffers, check_batch
+from pcgsvc.errors import BatchError
+
+CACHE = CacheGeometry(block_size=4, num_blocks=12, scratch_blocks=5, max_model_len=20)
+CPU = torch.device("cpu")
+
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "no request": ({"query_lens": []}, 0, "query_lens: got an empty list"),
+    "zero": ({"query_lens": [3, 0]}, 3, "query_lens: got 0"),
+    "negative": ({"query_lens": [4, -1]}, 3, "query_lens: got -1"),
+    "float": ({"query_lens": [3.0]}, 3, "query_lens: got 3.0"),
+    "bool": ({"query_lens": [True, 2]}, 3, "query_lens: got True"),
+    "word": ({"query_lens": ["3"]}, 3, "query_lens: got '3'"),
+    "None": ({"query_lens": [None, 3]}, 3, "query_lens: got None"),
+    "NaN": ({"query_lens": torch.tensor([float("nan")])}, 3, "query_lens: got nan"),
+    "no list": ({"query_lens": 3}, 3, "query_lens"),
+    "a scalar tensor": ({"query_lens": torch.tensor(3)}, 3, "query_lens"),
+    "rows do not agree": ({"query_lens": [2, 2]}, 5, "4 rows in all, but the inputs have 5"),
+    "seq_lens short": ({"query_lens": [2, 1], "seq_lens": [2]}, 3, "seq_lens: got"),
+    "seq_lens below": ({"query_lens": [2, 1], "seq_lens": [1, 1]}, 3, "seq_lens: got"),
+    "seq_lens empty": ({"query_lens": [3], "seq_lens": []}, 3, "seq_lens: got an empty"),
+    "seq_lens zero": ({"query_lens": [3], "seq_lens": [0]}, 3, "seq_lens: got 0"),
+    "too long": ({"query_lens": [1], "seq_lens": [21]}, 1, "max_model_len=20"),
+    "too long alone": ({"query_lens": [21]}, 21, "max_model_len=20"),
+    "scratch": ({"query_lens": [1] * 6}, 6, "5 scratch blocks"),
+    "slots alone": ({"query_lens": [1], "slot_mapping": [4]}, 1, "without block_tables"),
+    "tables flat": ({"query_lens": [1], "block_tables": [6]}, 1, "2 dimension"),
+    "tables float": ({"query_lens": [1], "block_tables": [[6.0]]}, 1, "whole numbers"),
+    "tables bool": ({"query_lens": [1], "block_tables": [[True]]}, 1, "whole numbers"),
+    "tables empty": ({"query_lens": [1], "block_tables": [[]]}, 1, "block_tables"),
+    "tables rows": ({"query_lens": [1, 1], "block_tables": [[6]]}, 2, "2 rows of at least 1"),
+    "tables narrow": ({"query_lens": [5], "block_tables": [[6]]}, 5, "at least 2"),
+    "null block": ({"query_lens": [1], "block_tables": [[0]]}, 1, "got blocks from 0"),
+    "negative block": ({"query_lens": [1], "block_tables": [[-1]]}, 1, "got blocks from -1"),
+    "no such block": ({"query_lens": [1], "block_tables": [[12]]}, 1, "1 … 11 exist"),
+    "ragged hole": ({"query_lens": [5, 1], "block_tables": [[6], [7, 8]]}, 6, "block"),
+    "rows of no list": ({"query_lens": [1, 1], "block_tables": [[6], 7]}, 2, "block_tables"),
+    "slots short": (
+        {"query_lens": [2], "block_tables": [[6]], "slot_mapping": [24]},
+        2,
+        "got 1 slots",
+    ),
+    "slot in null block": (
+        {"query_lens": [1], "block_tables": [[6]], "slot_mapping": [3]},
+        1,
+        "null block",
+    ),
+    "slot above": (
+        {"query_lens": [1], "block_tables": [[6]], "slot_mapping": [48]},
+        1,
+        "from 4 to 47",
+    ),
+    "slot negative": (
+        {"query_lens": [1], "block_tables": [[6]], "slot_mapping": [-1]},
+        1,
+        "from -1",
+    ),
+    "slots 2-d": (
+        {"query_lens": [1], "block_tables": [[6]], "slot_mapping": [[24]]},
+        1,
+        "slot_mapping: got shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_batch_that_does_not_fit_is_refused(name: str) -> None:
+    fields, num_tokens, words = REFUSED[name]
+    with pytest.raises(BatchError, match=".*".join(words.split("…"))) as caught:
+        check_batch(Batch(**fields), num_tokens, CACHE)
+    assert str(caught.value).startswith("batch")
+    assert isinstance(caught.value, ValueError)
+
+
+def test_no_batch_is_one_new_request() -> None:
+    checked = check_batch(None, 3, CACHE)
+    assert (checked.query_lens, checked.seq_lens) == ([3], [3])
+    assert checked.slot_mapping is not None
+    assert checked.slot_mapping.tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_lengths_and_tables_may_be_any_host_sequence(kind: Any) -> None:
+    batch = Batch(query_lens=kind([2, 1]), seq_lens=kind([5, 1]), block_tables=kind([[6, 7], [8, 0]]))
+    checked = check_batch(batch, 3, CACHE)
+    assert checked.query_lens == [2, 1]
+    assert checked.positions.tolist() == [3, 4, 0]
+    assert checked.owners.tolist() == [0, 0, 1]
+    assert checked.slot_mapping is not None
+    assert checked.slot_mapping.tolist() == [6 * 4 + 3, 7 * 4, 8 * 4]
+
+
+def test_ragged_tables_are_filled_up() -> None:
+    checked = check_batch(Batch(query_lens=[5, 1], block_tables=[[6, 7], [8]]), 6, CACHE)
+    assert checked.block_tables is not None
+    assert checked.block_tables.tolist() == [[6, 7], [8, 0]]
+
+
+def test_given_slots_win_over_derived_ones() -> None:
+    batch = Batch(query_lens=[1], block_tables=[[6]], slot_mapping=[47])
+    assert check_batch(batch, 1, CACHE).slot_mapping.tolist() == [47]  # type: ignore[union-attr]
+
+
+def test_scratch_blocks_of_requests_do_not_overlap() -> None:
+    checked = check_batch(Batch(query_lens=[5, 1, 4]), 10, CACHE)
+    assert len(set(checked.slot_mapping.tolist())) == 10  # type: ignore[union-attr]
+    assert set(checked.block_tables.ravel()) == {0, 1, 2, 3, 4}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [([1, 1, 1], [3, 1, 9]), ([4], [7]), ([2, 1, 3], [2, 8, 5]), ([1], [1]), ([3, 3], [3, 9])],
+)
+def test_rows_are_numbered_as_a_loop_would(query_lens: list[int], seq_lens: list[int]) -> None:
+    checked = check_batch(Batch(query_lens=query_lens, seq_lens=seq_lens), sum(query_lens), None)
+    pairs = [
+        (request, position)
+        for request, (q, s) in enumerate(zip(query_lens, seq_lens, strict=True))
+        for position in range(s - q, s)
+    ]
+    assert list(zip(checked.owners.tolist(), checked.positions.tolist(), strict=True)) == pairs
+
+
+def buffers() -> StepBuffers:
+    return StepBuffers(max_tokens=8, max_reqs=3, blocks_per_request=5, device=CPU)
+
+
+def test_filled_buffers_hold_the_step_and_inert_padding() -> None:
+    step = buffers()
+    step.fill(check_batch(Batch(query_lens=[1, 1, 6]), 8, CACHE), 8)  # leave stale values
+    step.fill(check_batch(Batch(query_lens=[2, 1], seq_lens=[6, 1]), 3, CACHE), 5)
+    assert step.num_tokens.tolist() == [3]
+    assert step.slot_mapping[:5].tolist() == [8, 9, 12, 0, 0]
+    assert step.token_to_req[:5].tolist() == [0, 0, 1, 3, 3]
+    assert step.kv_lens[:5].tolist() == [5, 6, 1, 0, 0]
+    assert step.query_start_loc.tolist() == [0, 2, 3, 3]
+    assert step.seq_lens.tolist() == [6, 1, 0]
+    assert step.block_tables[:2, :2].tolist() == [[1, 2], [3, 0]]
+    assert step.block_tables[3].tolist() == [0] * 5
+
+
+def test_a_wide_table_is_cut_to_the_width_that_a_request_can_use() -> None:
+    step = buffers()
+    wide = [[6, 0, 0, 0, 0, 0, 0, 99]]
+    step.fill(check_batch(Batch(query_lens=[1], block_tables=wide), 1, CACHE), 1)
+    assert step.block_tables[0].tolist() == [6, 0, 0, 0, 0]
+
+
+# ---- through a runner ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    with pcgsvc.load_runner(
+        ["model=llama", "model.num_layers=1", "compiler=eager", "capture.sizes=[4,8]"]
+    ) as runner:
+        yield runner
+
+
+def state(runner: Any) -> list[torch.Tensor]:
+    workspace = runner.parts.workspace
+    step = workspace.step
+    return [
+        *workspace.buffers.values(),
+        step.num_tokens,
+        step.slot_mapping,
+        step.token_to_req,
+        step.kv_lens,
+        step.block_tables,
+        *workspace.attention.kv_cache,
+    ]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"batch": Batch(query_lens=[])},
+        {"batch": Batch(query_lens=[2, 0, 1])},
+        {"batch": Batch(query_lens=[2])},
+        {"batch": Batch(query_lens=[3], block_tables=[[0]])},
+        {"batch": Batch(query_lens=[3], slot_mapping=[1, 2, 3])},
+        {"input_ids": torch.zeros(2, dtype=torch.long)},
+        {"input_ids": torch.zeros(3)},
+        {"input_ids": [1, 2, 3]},
+        {"input_ids": torch.zeros(3, 1, dtype=torch.long)},
+        {"input_ids": torch.zeros(0, dtype=torch.long), "positions": torch.zeros(0).long()},
+        {"nonsense": 3},
+    ],
+    ids=str,
+)
+def test_a_refused_call_leaves_every_buffer_as_it_was(llama: Any, call: dict[str, Any]) -> None:
+    good = {"input_ids": torch.tensor([5, 6, 7]), "positions": torch.arange(3)}
+    llama(**good)
+    before = [t.clone() for t in state(llama)]
+    stats = llama.stats()
+    with pytest.raises(BatchError):
+        llama(**{**good, **call})
+    assert all(torch.equal(a, b) for a, b in zip(before, state(llama), strict=True))
+    assert llama.stats() == stats

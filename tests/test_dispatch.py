@@ -1,0 +1,224 @@
+"""Dispatch: which entry serves which batch, and what becomes of a requested mode."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection
+
+import pytest
+import torch
+from core_helpers import build, rows, toy
+
+from pcgsvc.config import Mode, schedule
+from pcgsvc.dispatch import (
+    DispatchTable,
+    Resolution,
+    general_descriptor,
+    resolve_mode,
+    uniform_descriptor,
+    wanted_entries,
+)
+from pcgsvc.ops.support import Support
+
+N, P, F = Mode.NONE, Mode.PIECEWISE, Mode.FULL
+DECODE, BOTH = Mode.FULL_DECODE_ONLY, Mode.FULL_AND_PIECEWISE
+NEVER, SINGLE = Support.NEVER, Support.UNIFORM_SINGLE_TOKEN_DECODE
+UNIFORM, ALWAYS = Support.UNIFORM_BATCH, Support.ALWAYS
+
+# The table of the contract: rows are what was requested, columns what the boundaries support.
+TABLE = {
+    F: {ALWAYS: F, UNIFORM: BOTH, SINGLE: BOTH, NEVER: P},
+    BOTH: {ALWAYS: BOTH, UNIFORM: BOTH, SINGLE: BOTH, NEVER: P},
+    DECODE: {ALWAYS: DECODE, UNIFORM: DECODE, SINGLE: DECODE, NEVER: P},
+    P: {ALWAYS: P, UNIFORM: P, SINGLE: P, NEVER: P},
+    N: {ALWAYS: N, UNIFORM: N, SINGLE: N, NEVER: N},
+}
+HALVES = {N: (N, N), P: (P, P), F: (F, F), DECODE: (F, N), BOTH: (F, P)}
+
+
+def resolve(mode: Mode, support: Support, query_len: int = 1, boundaries: int = 4) -> Resolution:
+    return resolve_mode(
+        mode, support, num_boundaries=boundaries, uniform_query_len=query_len, why="attention=x"
+    )
+
+
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize(("mode", "support"), list(itertools.product(Mode, Support)))
+def test_the_whole_table(mode: Mode, support: Support, query_len: int) -> None:
+    single_is_never = support is SINGLE and query_len > 1
+    wanted = TABLE[mode][NEVER if single_is_never else support]
+    got = resolve(mode, support, query_len)
+    assert got.resolved is wanted
+    assert (got.decode, got.mixed) == HALVES[wanted]
+    assert got.requested is mode
+    assert bool(got.reasons) == (wanted is not mode)
+    if got.reasons:
+        assert "attention=x" in got.reasons[0]
+        assert support.name in got.reasons[0]
+    if single_is_never and got.reasons:
+        assert "uniform_query_len" in got.reasons[0]
+
+
+@pytest.mark.parametrize("mode", [P, BOTH])
+def test_piecewise_without_a_boundary_is_not_piecewise_and_says_so(mode: Mode) -> None:
+    got = resolve(mode, ALWAYS, boundaries=0)
+    assert got.resolved is F
+    assert got.reasons
+
+
+@pytest.mark.parametrize("mode", [N, F, DECODE])
+def test_a_mode_without_piecewise_needs_no_boundary(mode: Mode) -> None:
+    got = resolve(mode, ALWAYS, boundaries=0)
+    assert got.resolved is mode
+    assert not got.reasons
+
+
+def test_support_is_parsed_from_its_word_and_lists_the_choices() -> None:
+    assert Support.parse("uniform_batch") is UNIFORM
+    with pytest.raises(ValueError, match="uniform_single_token_decode"):
+        Support.parse("sometimes")
+
+
+# ---- entries -------------------------------------------------------------------------------------
+
+
+def entries(mode: Mode, support: Support, sizes: list[int], query_len: int = 1) -> list[str]:
+    found = wanted_entries(resolve(mode, support, query_len), support, sizes, query_len)
+    return [f"{m.value[0]}{d.num_tokens}{'u' if d.uniform else ''}" for m, d in found]
+
+
+def test_entries_come_largest_first_and_uniform_ones_only_where_they_divide() -> None:
+    assert entries(BOTH, ALWAYS, [1, 2, 3]) == ["p3", "f3u", "p2", "f2u", "p1", "f1u"]
+    assert entries(BOTH, UNIFORM, [1, 2, 3, 4], 2) == ["p4", "f4u", "p3", "p2", "f2u", "p1"]
+    assert entries(DECODE, ALWAYS, [1, 4]) == ["f4u", "f1u"]
+    assert entries(F, ALWAYS, [1, 4]) == ["f4", "f1"]
+    assert entries(F, UNIFORM, [2]) == ["p2", "f2u"]
+    assert entries(P, NEVER, [1, 4]) == ["p4", "p1"]
+    assert entries(N, ALWAYS, [1, 4]) == []
+
+
+def table(
+    mode: Mode,
+    sizes: list[int],
+    query_len: int = 1,
+    *,
+    drop: Collection[int] = (),
+    max_reqs: int = 99,
+) -> DispatchTable:
+    resolution = resolve(mode, ALWAYS, query_len)
+    wanted = wanted_entries(resolution, ALWAYS, sizes, query_len)
+    return DispatchTable(
+        resolution,
+        [k for k in wanted if k[1].num_tokens not in drop],
+        uniform_query_len=query_len,
+        max_reqs=max_reqs,
+        skipped={s: "it failed" for s in drop},
+    )
+
+
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("mode", [P, F, DECODE, BOTH])
+def test_what_is_captured_under_a_key_is_found_under_it(mode: Mode, query_len: int) -> None:
+    """D7."""
+    sizes = [2, 4, 6]
+    made = table(mode, sizes, query_len)
+    for mode_, key in wanted_entries(resolve(mode, ALWAYS, query_len), ALWAYS, sizes, query_len):
+        reqs = key.num_reqs or 1
+        uniform = made.is_uniform([query_len] * reqs) and key.uniform
+        plan = made.plan(key.num_tokens, reqs, uniform)
+        assert (plan.mode, plan.descriptor) == (mode_, key)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_every_count_finds_the_next_size_or_says_why_not(mode: Mode) -> None:
+    made = table(mode, [1, 4, 8])
+    for count in range(1, 12):
+        for uniform in (False, True):
+            plan = made.plan(count, count if uniform else 1, uniform)
+            half = HALVES[mode][0 if uniform else 1]
+            if half is N and not (uniform and HALVES[mode][1] is not N):
+                assert plan.mode is N
+                assert "captures nothing" in plan.reason
+            elif count > 8:
+                assert plan.mode is N
+                assert "above the largest" in plan.reason
+            else:
+                assert plan.mode is half
+                assert plan.descriptor.num_tokens == next(s for s in (1, 4, 8) if s >= count)
+            if plan.mode is N:
+                assert plan.descriptor.num_tokens == count
+
+
+def test_composite_modes_give_uniform_batches_full_graphs_and_others_piecewise() -> None:
+    made = table(BOTH, [2, 4], 2)
+    assert made.find(4, 2, True) == (F, uniform_descriptor(4, 2))
+    assert made.find(3, 2, False) == (P, general_descriptor(4))
+    assert made.is_uniform([2, 2])
+    assert not made.is_uniform([2, 1])
+    assert not made.is_uniform([4])
+
+
+def test_a_uniform_batch_that_no_uniform_entry_serves_falls_to_the_general_ones() -> None:
+    made = table(BOTH, [2, 4])
+    partial = DispatchTable(
+        resolve(BOTH, ALWAYS),
+        [(P, general_descriptor(4)), (F, uniform_descriptor(2, 1))],
+        uniform_query_len=1,
+        max_reqs=9,
+        skipped={4: "full: too big"},
+    )
+    assert made.find(3, 3, True) == (F, uniform_descriptor(4, 1))
+    assert partial.find(3, 3, True) == (P, general_descriptor(4))
+
+
+def test_a_size_that_was_not_captured_pads_to_the_next_one_that_was() -> None:
+    """D3."""
+    made = table(P, [2, 4, 8], drop={4})
+    assert made.find(3, 1, False) == (P, general_descriptor(8))
+    assert table(P, [2, 4, 8], drop={4, 8}).find(3, 1, False) is None
+    plan = table(P, [2, 4, 8], drop={4, 8}).plan(3, 1, False)
+    assert "size 4 was skipped: it failed" in plan.reason
+
+
+def test_a_table_of_nothing_serves_nothing() -> None:
+    assert table(F, [2, 4], drop={2, 4}).find(1, 1, True) is None
+    assert table(N, [2, 4]).find(1, 1, True) is None
+
+
+def test_more_requests_than_there_are_buffers_for_are_not_served() -> None:
+    made = table(BOTH, [4], max_reqs=2)
+    assert made.find(3, 3, True) is None
+    assert "max_num_reqs=2" in made.plan(3, 3, True).reason
+
+
+# ---- with a runner -------------------------------------------------------------------------------
+
+
+def test_sizes_above_the_limit_are_dropped_with_one_warning_and_buffers_are_of_the_rest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """D1."""
+    with build(toy(1), sizes=[4, 8, 64], max_size=50, mode="piecewise") as runner:
+        assert [m for m in caplog.messages if "[64]" in m and "max_size=50" in m]
+        assert runner.report["graphs"]["sizes"] == [4, 8]
+        assert runner.parts.workspace.max_tokens == 8
+        assert runner(rows(50)).shape[0] == 50
+
+
+def test_a_schedule_always_contains_the_largest_size() -> None:
+    for largest in (1, 3, 50, 64, 500):
+        assert schedule(largest)[-1] == largest
+
+
+def test_two_hundred_random_sizes_capture_nothing_new() -> None:
+    """D8."""
+    pick = random.Random(0)
+    with build(toy(1), sizes=[4, 8]) as runner:
+        before = dict(runner.parts.table.entries)
+        for _ in range(200):
+            runner(torch.zeros(pick.randint(1, 12), 4))
+        assert runner.parts.table.entries == before
+        stats = runner.stats()
+        assert set(stats["hits"]) == {"piecewise:4", "piecewise:8"}
+        assert sum(stats["hits"].values()) + sum(f["count"] for f in stats["fallbacks"]) == 200

@@ -1,0 +1,264 @@
+"""Every private torch name that pcgsvc touches, one test each: a new torch breaks here first."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pcgsvc import torch_private as private
+
+
+def traced(function: Any, *args: torch.Tensor) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """Return Dynamo's graph of a function and the guards that it made."""
+    graphs: list[torch.fx.GraphModule] = []
+    guards: list[Sequence[Any]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        private.dynamo_trace(function, args, backend, guards.append)
+    return graphs[0], list(guards[-1])
+
+
+def test_every_function_has_a_test_here() -> None:
+    text = Path(__file__).read_text()
+    names = [
+        n
+        for n, f in inspect.getmembers(private, inspect.isfunction)
+        if f.__module__ == private.__name__ and not n.startswith("_")
+    ]
+    assert len(names) > 15
+    assert [n for n in names if f"private.{n}(" not in text] == []
+
+
+# ---- Dynamo --------------------------------------------------------------------------------------
+
+
+def test_mark_dynamic_gives_a_symbolic_size_and_without_it_the_size_is_fixed() -> None:
+    x = torch.zeros(11, 3)
+    graph, _ = traced(lambda x: x * 2, x)
+    assert not any(n.meta["example_value"].dim() == 0 for n in graph.graph.nodes if not n.args)
+    private.mark_dynamic(x, 0)
+    graph, _ = traced(lambda x: x * 2, x)
+    first = next(n for n in graph.graph.nodes if n.op == "placeholder")
+    assert isinstance(first.meta["example_value"], torch.SymInt)
+
+
+def test_dynamo_trace_gives_one_graph_its_result_and_all_guards() -> None:
+    scale = 3
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    calls: list[int] = []
+    seen: list[Sequence[Any]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        calls.append(len(list(graph.graph.nodes)))
+        return graph.forward
+
+    result = private.dynamo_trace(forward, [torch.ones(2)], backend, seen.append)
+    assert torch.equal(result, torch.full((2,), 3.0))
+    assert len(calls) == 1
+    assert any("scale" in g.name and g.value == 3 for g in seen[-1] if g.has_value)
+
+
+def test_dynamo_errors_are_what_an_untraceable_forward_raises() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(private.dynamo_errors()):
+        traced(forward, torch.ones(2))
+
+
+def test_tracing_shape_env_is_the_running_trace_s() -> None:
+    x = torch.zeros(11, 3)
+    private.mark_dynamic(x, 0)
+    found: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append(private.tracing_shape_env())
+        return graph.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 4 else x
+
+    private.dynamo_trace(forward, [x], backend, lambda guards: None)
+    assert [str(g.expr) for g in found[0].guards if "4" in str(g.expr)] != []
+
+
+def test_ignored_call_names_what_has_no_effect_on_a_result() -> None:
+    assert private.ignored_call(torch._C._set_grad_enabled)
+    assert private.ignored_call(torch._C._log_api_usage_once)
+    assert not private.ignored_call(torch.add)
+
+
+def test_autocast_kind_tells_enter_from_exit() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu"):
+            return x @ x
+
+    graph, _ = traced(forward, torch.ones(2, 2))
+    kinds = [private.autocast_kind(n.target) for n in graph.graph.nodes]
+    assert [k for k in kinds if k] == ["enter", "exit"]
+
+
+def test_symbolic_expr_and_python_source_give_an_expression_that_python_reads() -> None:
+    x = torch.zeros(11, 3)
+    private.mark_dynamic(x, 0)
+    graph, _ = traced(lambda x: x.new_zeros((x.shape[0] * 2 + 1) // 2), x)
+    last = [n for n in graph.graph.nodes if n.op == "call_method"][-1]
+    expression = private.symbolic_expr(last.meta["example_value"].shape[0])
+    (symbol,) = expression.free_symbols
+    source = private.python_source(expression)
+    assert eval(source, {str(symbol): 7, "math": math}) == (7 * 2 + 1) // 2
+
+
+def test_storage_id_is_shared_by_views_and_works_on_fake_tensors() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    for mode in (FakeTensorMode(), torch.no_grad()):
+        with mode:
+            x, y = torch.ones(4), torch.ones(4)
+            assert private.storage_id(x) == private.storage_id(x.view(2, 2)[1])
+            assert private.storage_id(x) != private.storage_id(y)
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+def test_op_schema_of_overload_and_packet_says_what_is_written() -> None:
+    schema = private.op_schema(torch.ops.aten.add_.Tensor)
+    assert [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments][0]
+    assert private.op_schema(torch.ops.aten.relu).name == "aten::relu"
+    assert private.op_schema(torch.relu) is None
+
+
+def test_op_name_is_the_same_for_overload_and_packet() -> None:
+    assert private.op_name(torch.ops.aten.add.Tensor) == "aten::add"
+    assert private.op_name(torch.ops.aten.add) == "aten::add"
+    assert private.op_name(torch.add) is None
+
+
+def test_op_exists_finds_any_overload_and_nothing_else() -> None:
+    assert private.op_exists("aten::add")
+    assert not private.op_exists("aten::no_such_op")
+
+
+def test_op_tags_of_a_packet_are_those_of_its_overloads() -> None:
+    assert torch.Tag.inplace_view in private.op_tags(torch.ops.aten.squeeze_.default)
+    assert torch.Tag.inplace_view in private.op_tags(torch.ops.aten.squeeze_)
+    assert private.op_tags(operator.add) == set()
+
+
+def test_is_torch_op_knows_packet_and_overload() -> None:
+    assert private.is_torch_op(torch.ops.aten.add)
+    assert private.is_torch_op(torch.ops.aten.add.Tensor)
+    assert not private.is_torch_op(torch.add)
+
+
+def test_qualified_name_leads_back_to_the_function() -> None:
+    assert private.qualified_name(torch.relu) == "torch.relu"
+    assert private.qualified_name(operator.add).endswith("operator.add")
+    assert private.qualified_name(torch.nn.functional.silu) == "torch.nn.functional.silu"
+
+
+# ---- Inductor ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def artifact() -> Any:
+    x = torch.zeros(11, 3)
+    private.mark_dynamic(x, 0)
+    kept: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        fakes = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"]
+        kept.append(private.inductor_compile(graph, fakes, {"config_patches": {}}))
+        return graph.forward
+
+    with torch.no_grad():
+        private.dynamo_trace(lambda x: (x.sin() + 1) * 2, [x], backend, lambda guards: None)
+    return kept[0]
+
+
+@pytest.mark.slow
+def test_inductor_compile_serves_other_sizes_than_the_traced_one(artifact: Any) -> None:
+    assert private.inductor_compile(  # an artifact of no dynamic input as well
+        torch.fx.symbolic_trace(lambda x: (x + 1,)), [torch.ones(2)], {"config_patches": {}}
+    )
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(artifact(5, x)[0], (x.sin() + 1) * 2)
+
+
+@pytest.mark.slow
+def test_inductor_source_is_the_generated_code(artifact: Any) -> None:
+    assert "sin" in private.inductor_source(artifact)
+
+
+@pytest.mark.slow
+def test_inductor_serialize_and_deserialize_give_an_equal_artifact(artifact: Any) -> None:
+    data = private.inductor_serialize(artifact)
+    assert isinstance(data, bytes)
+    again = private.inductor_deserialize(data)
+    x = torch.randn(7, 3)
+    assert torch.equal(again(7, x)[0], artifact(7, x)[0])
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_alias_without_owning_sees_the_memory_and_lets_it_go() -> None:
+    x = torch.arange(6.0, device="cuda").view(2, 3)[:, 1:]
+    alias = private.alias_without_owning(x)
+    assert torch.equal(alias, x)
+    assert alias.stride() == x.stride()
+    before = torch.cuda.memory_allocated()
+    del x
+    assert torch.cuda.memory_allocated() < before
+
+
+@pytest.mark.gpu
+def test_pool_ranges_hold_what_a_capture_allocates() -> None:
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    x = torch.ones(4, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        y = x * 2
+        graph.capture_end()
+    ranges = private.pool_ranges(graph.pool())
+    assert any(start <= y.data_ptr() < end for start, end in ranges)
+    assert not any(start <= x.data_ptr() < end for start, end in ranges)
+
+
+@pytest.mark.gpu
+def test_abandon_capture_leaves_allocator_and_generator_usable() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    x = torch.ones(4, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with pytest.raises(RuntimeError):
+            (x * 2).sum().item()
+        private.abandon_capture(graph, device, pool)
+        again = torch.cuda.CUDAGraph()
+        again.capture_begin(pool=torch.cuda.graph_pool_handle())
+        y = x * 3
+        again.capture_end()
+        again.replay()
+        torch.rand(2, device=device)
+    torch.cuda.synchronize()
+    assert torch.equal(y, x * 3)

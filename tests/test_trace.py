@@ -1,0 +1,516 @@
+"""Tracing: one symbol, bound parameters, known outputs, nothing executed, nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import WIDTH, Toy, attended, rows, toy, trace_of
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pcgsvc import torch_private
+from pcgsvc.errors import TraceError
+from pcgsvc.traced import TracedGraph
+
+
+def line_of(function: Callable[..., Any], text: str) -> str:
+    """Return `test_trace.py:N` of the line of a function that holds a text."""
+    lines, first = inspect.getsourcelines(function)
+    (at,) = [i for i, line in enumerate(lines) if text in line]
+    return f"test_trace.py:{first + at}"
+
+
+def sizes(traced: TracedGraph) -> list[Any]:
+    """Return the placeholders that are symbolic ints."""
+    return [
+        n
+        for n in traced.graph.nodes
+        if n.op == "placeholder" and isinstance(n.meta["example_value"], torch.SymInt)
+    ]
+
+
+# ---- symbols -------------------------------------------------------------------------------------
+
+
+def test_two_dynamic_inputs_that_meet_are_one_symbol_and_it_comes_first() -> None:
+    traced = trace_of(lambda x, y: x * 2 + y, (rows(3), rows(3)), {"x": 0, "y": 0})
+    assert len(sizes(traced)) == 1
+    assert [b.kind for b in traced.bindings] == ["size", "input", "input"]
+    assert traced.output_specs[0].shape == ("s", WIDTH)
+    assert traced.predicate.conditions == ()
+
+
+def test_the_row_dimension_need_not_be_the_first() -> None:
+    traced = trace_of(lambda x: x.relu(), torch.zeros(WIDTH, 3), {"x": -1})
+    assert traced.output_specs[0].row_dims() == (1,)
+
+
+def test_two_independent_dims_are_refused() -> None:
+    with pytest.raises(TraceError, match="independent"):
+        trace_of(lambda x, y: (x * 2, y + 1), (rows(3), rows(3)), {"x": 0, "y": 0})
+
+
+SIZES = list(range(200))
+
+
+def test_a_declared_dim_that_comes_out_static_is_refused_by_name() -> None:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view(int(hidden.shape[0]), WIDTH) * SIZES[hidden.shape[0]]
+
+    with pytest.raises(TraceError, match=r"dynamic_dims.*hidden"):
+        trace_of(forward, rows(3), {"hidden": 0})
+
+
+def test_the_traced_size_is_no_dimension_in_sight() -> None:
+    class Primes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(11, 13))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.w
+
+    traced = trace_of(Primes(), torch.zeros(3, 11))
+    assert traced.size not in (0, 1, 11, 13)
+
+
+@pytest.mark.parametrize("taken", [25, 110])
+def test_the_traced_size_is_free_even_when_many_dimensions_are_taken(taken: int) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.ParameterList([torch.ones(n) for n in range(2, taken)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.w[0][0]
+
+    traced = trace_of(Wide())
+    assert traced.size not in range(2, taken)
+
+
+def test_a_branch_on_the_shape_is_recorded_with_its_line() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 4:  # the branch
+            return x * 2
+        return x
+
+    traced = trace_of(forward)
+    assert traced.predicate.broken_by(5) is None
+    broken = traced.predicate.broken_by(4)
+    assert broken is not None
+    assert line_of(forward, "# the branch") in broken
+
+
+def test_a_range_check_is_part_of_the_predicate() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[0] <= 50)
+        return x + 1
+
+    traced = trace_of(forward)
+    assert traced.predicate.broken_by(50) is None
+    assert traced.predicate.broken_by(51) is not None
+
+
+def test_a_divisibility_assumption_is_part_of_the_predicate() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] % 2 else x
+
+    traced = trace_of(forward)
+    assert traced.predicate.broken_by(7) is None
+    assert traced.predicate.broken_by(8) is not None
+
+
+def test_size_is_decomposed_so_that_no_torch_size_is_left() -> None:
+    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a, b = x.size()
+        z = x.view(y.shape) + x.new_zeros(x.size())
+        return z.reshape(*x.shape[:1], 2, -1).reshape(a, b) + x.size(1) + x.size(dim=-1)
+
+    traced = trace_of(forward, (rows(3), rows(3)), {"x": 0, "y": 0})
+    values = [n.meta.get("example_value") for n in traced.graph.nodes]
+    assert not any(isinstance(v, torch.Size) for v in values)
+    assert not any(n.target == "size" for n in traced.graph.nodes)
+
+
+def test_sizes_that_are_computed_are_python_source_over_s() -> None:
+    traced = trace_of(lambda x: x.new_zeros(x.shape[0] * 2 + 1), rows(3))
+    (size,) = traced.output_specs[0].shape
+    assert eval(str(size), {"s": 7}) == 15
+
+
+def test_empty_like_stays_in_the_graph_as_an_allocation() -> None:
+    traced = trace_of(attended)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_function"][0] is torch.empty_like
+    assert traced.ops["toy::attend"] == 1
+
+
+# ---- parameters, buffers, constants --------------------------------------------------------------
+
+
+def test_parameters_and_buffers_are_bound_by_their_names() -> None:
+    traced = trace_of(toy(2))
+    names = {b.name for b in traced.bindings if b.kind == "param"}
+    assert names == set(dict(toy(2).named_parameters()))
+
+
+def test_tied_weights_are_one_input() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.b = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    module = Tied()
+    traced = trace_of(module)
+    assert [b.name for b in traced.bindings if b.kind == "param"] == ["a.weight"]
+    assert traced.tensors["a.weight"] is module.a.weight
+
+
+def test_a_tensor_captured_from_a_global_is_a_bound_constant() -> None:
+    table = torch.arange(4.0)
+    traced = trace_of(lambda x: x + table)
+    (binding,) = [b for b in traced.bindings if b.kind == "constant"]
+    assert traced.tensors[binding.name] is table
+
+
+def test_two_captured_tensors_do_not_share_a_binding_name() -> None:
+    a, b = torch.ones(4), torch.full((4,), 2.0)
+    traced = trace_of(lambda x: x * a + b)
+    assert len({x.name for x in traced.bindings if x.kind == "constant"}) == 2
+
+
+def test_an_in_place_write_to_a_buffer_is_known_and_the_buffer_unchanged() -> None:
+    class Counts(nn.Module):
+        n: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.n += 1
+            return x + self.n
+
+    module = Counts()
+    before = module.n
+    traced = trace_of(module)
+    assert traced.mutated == ["n"]
+    assert module.n is before
+    assert module.n.item() == 0
+    assert len(traced.outputs) == 1
+
+
+@pytest.mark.parametrize("how", ["view", "splitting op", "setitem", "out="])
+def test_every_way_to_write_a_buffer_is_seen(how: str) -> None:
+    class Writes(nn.Module):
+        state: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(2, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if how == "view":
+                self.state.view(-1)[1:].add_(1)
+            elif how == "splitting op":
+                torch.ops.toy.bump(self.state, x)
+            elif how == "setitem":
+                self.state[0] = 3
+            else:
+                torch.add(self.state, 1, out=self.state)
+            return x + self.state.sum()
+
+    assert trace_of(Writes()).mutated == ["state"]
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+    extra: Any = None
+
+
+pytree.register_dataclass(Result)
+
+
+@dataclasses.dataclass
+class Unregistered:
+    logits: torch.Tensor
+
+
+TREES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda x: x * 2,
+    "tuple": lambda x: (x * 2, x + 1),
+    "list": lambda x: [x * 2, [x + 1]],
+    "dict": lambda x: {"b": x * 2, "a": {"c": x + 1}},
+    "dataclass": lambda x: Result(logits=x * 2, extra="word"),
+    "None inside": lambda x: (None, x * 2, None),
+    "one tensor twice": lambda x: (lambda y: {"a": y, "b": y})(x * 2),
+    "identity": lambda x: x,
+    "input beside": lambda x: (x, x * 2, True),
+    "None": lambda x: None,
+    "nothing": lambda x: (),
+}
+
+
+@pytest.mark.parametrize("name", list(TREES))
+def test_the_result_s_structure_is_known(name: str) -> None:
+    function = TREES[name]
+    traced = trace_of(function)
+    wanted, tree = pytree.tree_flatten(function(rows(3)))
+    assert traced.out_tree == tree
+    tensors = [leaf for leaf in wanted if isinstance(leaf, torch.Tensor)]
+    assert len(traced.outputs) == len(tensors)
+    assert len(traced.constants) == len(wanted) - len(tensors)
+    assert [type(traced.constants[at]) for at in traced.constants] == [
+        type(leaf) for leaf in wanted if not isinstance(leaf, torch.Tensor)
+    ]
+
+
+def test_a_number_as_result_is_refused() -> None:
+    with pytest.raises(TraceError, match="frozen"):
+        trace_of(lambda x: (x * 2, x.shape[0]))
+
+
+def test_an_unregistered_dataclass_as_result_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TraceError, match="register_dataclass"):
+        trace_of(lambda x: Unregistered(x * 2))
+
+
+# ---- side effects --------------------------------------------------------------------------------
+
+
+class Stores(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls, self.seen = how, 0, []
+        self.nested: dict[str, list[Any]] = {"seen": []}
+        self.last: Any = None
+        self.register_buffer("n", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "attribute":
+            self.last = x * 3  # attribute
+        elif self.how == "new attribute":
+            self.fresh = x * 3  # new attribute
+        elif self.how == "list":
+            self.seen.append(x * 3)  # list
+        elif self.how == "nested":
+            self.nested["seen"].append(x * 3)  # nested
+        elif self.how == "counter":
+            self.calls += 1
+        elif self.how == "rebind":
+            self.n = self.n + 1  # rebind
+        return x * 2
+
+
+@pytest.mark.parametrize("how", ["attribute", "new attribute", "list", "nested", "rebind"])
+def test_a_stored_tensor_is_refused_with_its_line_and_the_module_as_before(how: str) -> None:
+    module = Stores(how)
+    before = {k: v for k, v in vars(module).items()}
+    buffer = module.n
+    with pytest.raises(TraceError, match="side effect") as caught:
+        trace_of(module)
+    assert line_of(Stores, f"# {how}") in str(caught.value)
+    assert {k: v for k, v in vars(module).items()} == before
+    assert module.seen == []
+    assert module.n is buffer
+    assert module.nested == {"seen": []}
+
+
+def test_a_python_counter_is_refused_by_name() -> None:
+    module = Stores("counter")
+    with pytest.raises(TraceError, match="calls"):
+        trace_of(module)
+    assert module.calls == 0
+
+
+COUNT = 0
+LOG: list[int] = []
+
+
+def test_a_change_of_a_global_is_refused() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        global COUNT
+        COUNT += 1
+        return x * 2
+
+    with pytest.raises(TraceError, match="side effect"):
+        trace_of(forward)
+    assert COUNT == 0
+
+
+def test_a_change_of_a_global_container_is_refused() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        LOG.append(1)
+        return x * 2
+
+    with pytest.raises(TraceError, match="side effect"):
+        trace_of(forward)
+    assert LOG == []
+
+
+def test_an_in_place_write_to_an_input_is_refused() -> None:
+    # The runner copies inputs into its own buffers: the caller's tensor would stay as it was.
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+    with pytest.raises(TraceError, match=r"writes .*'x'"):
+        trace_of(forward)
+
+
+def test_a_failed_trace_leaves_the_module_as_it_was() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if x.sum() > 0:
+                return x
+            return x * 2
+
+    module = Fails()
+    with pytest.raises(TraceError):
+        trace_of(module)
+    assert module.calls == 0
+
+
+# ---- what cannot be traced -----------------------------------------------------------------------
+
+
+def test_a_branch_on_data_names_the_line_and_the_ways_out() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:  # the branch
+            return x
+        return x * 2
+
+    with pytest.raises(TraceError, match="splitting_op") as caught:
+        trace_of(forward)
+    assert line_of(forward, "# the branch") in str(caught.value)
+
+
+def test_a_print_names_its_line() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        print("hello")  # noqa: T201 - the print
+        return x * 2
+
+    with pytest.raises(TraceError) as caught:
+        trace_of(forward)
+    assert line_of(forward, "the print") in str(caught.value)
+
+
+def test_a_size_that_depends_on_data_names_its_line() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        index = (x.sum(-1) > 0).nonzero()  # the size
+        return x[index[:, 0]]
+
+    with pytest.raises(TraceError) as caught:
+        trace_of(forward)
+    assert line_of(forward, "# the size") in str(caught.value)
+
+
+def test_no_row_dimension_is_refused() -> None:
+    from pcgsvc.arguments import input_specs
+    from pcgsvc.trace import trace
+
+    with pytest.raises(TraceError, match="dynamic_dims"):
+        trace(lambda x: x, input_specs({"x": rows(3)}, {}), {})
+
+
+# ---- nothing runs, nothing stays -----------------------------------------------------------------
+
+
+class Listener(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.heard.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_tracing_runs_no_kernel_of_the_model() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.full((WIDTH, WIDTH), float("nan")))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x @ self.w
+            torch.ops.toy.attend(y, y)  # its kernel would raise: no context, NaN input
+            return y.sin()
+
+    traced = trace_of(Counted())
+    assert traced.ops["toy::attend"] == 1
+
+
+def test_twelve_traces_of_one_class_in_one_process() -> None:
+    for seed in range(12):
+        assert trace_of(toy(1, seed)).ops["toy::attend"] == 1
+
+
+def test_traces_of_one_class_with_other_constants_are_not_mixed_up() -> None:
+    class Scales(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    for scale in (2.0, 3.0):
+        (node,) = [n for n in trace_of(Scales(scale)).graph.nodes if n.op == "call_function"]
+        assert scale in node.args
+
+
+def test_a_guard_names_each_attribute_that_was_read() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 3.5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    guards = trace_of(Reads()).guards
+    assert any("scale" in g.source and g.value == 3.5 for g in guards)
+
+
+def test_gradients_are_off_though_parameters_want_them_and_inputs_too() -> None:
+    module = Toy(1)
+    x = rows(3).requires_grad_()
+    traced = trace_of(module, x)
+    assert next(module.parameters()).requires_grad
+    assert not any(
+        n.meta["example_value"].requires_grad
+        for n in traced.graph.nodes
+        if n.op in ("call_function", "call_method")
+        and isinstance(n.meta.get("example_value"), torch.Tensor)
+    )
+
+
+def test_storages_in_the_graph_show_what_aliases_what() -> None:
+    traced = trace_of(lambda x: (x * 2).view(-1)[1:])
+    spec = traced.output_specs[0]
+    assert spec.offset == 1
+    nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
+    ids = {torch_private.storage_id(n.meta["example_value"]) for n in nodes}
+    assert len(ids) == 1
