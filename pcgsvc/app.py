@@ -45,8 +45,9 @@ def entry() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    words = _read_words(argv)
+    words = _Words(overrides=list(argv))
     try:
+        words = _read_words(argv)
         if words.help:
             _say(help_text(_groups(), min(shutil.get_terminal_size().columns, 100)))
             return OK
@@ -60,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         if not words.only_hydra:
             _check(words)
         return _hand_over(argv)
+    except SystemExit as ended:  # argparse after a bad option, Hydra after its own help
+        return ended.code if isinstance(ended.code, int) else FAILED
     except KeyboardInterrupt:
         _say("pcgsvc: interrupted", error=True)
         return INTERRUPTED

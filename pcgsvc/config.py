@@ -155,7 +155,8 @@ class AttentionConfig:
     """Which attention backend runs in the boundaries, and its paged KV cache."""
 
     name: str = "paged"
-    """Backend: `paged` (device metadata only, support ALWAYS) or `varlen` (host lengths, NEVER)."""
+    """Backend: `paged` (plain torch, support ALWAYS), `varlen` (host lengths, NEVER) or `triton`
+    (a paged kernel for CUDA, ALWAYS)."""
     block_size: int = 16
     """Tokens per KV-cache block; at least 1."""
     max_model_len: int | None = None

@@ -18,7 +18,6 @@ from pcgsvc.config import Config, Job, copy
 from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.generate import generate_ids
 from pcgsvc.pipeline import build_from_config, prepare_only, request_of
-from pcgsvc.progress import Silent
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import plan_report, write_report
 from pcgsvc.report.tables import console, show_place, show_report, show_text
@@ -42,16 +41,18 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
 
 
 def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
-    return _finish(_prepared(config, compile_pieces=False), report_path, out)
+    return _finish(_prepared(config, out, compile_pieces=False), report_path, out)
 
 
 def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
-    return _finish(_prepared(config, compile_pieces=True), report_path, out)
+    return _finish(_prepared(config, out, compile_pieces=True), report_path, out)
 
 
-def _prepared(config: Config, *, compile_pieces: bool) -> dict[str, Any]:
+def _prepared(config: Config, out: Console, *, compile_pieces: bool) -> dict[str, Any]:
     started = time.perf_counter()
-    report = plan_report(prepare_only(request_of(config), Silent(), compile_pieces=compile_pieces))
+    with progress_for(out) as progress:
+        built = prepare_only(request_of(config), progress, compile_pieces=compile_pieces)
+    report = plan_report(built)
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
     return report
 

@@ -83,8 +83,8 @@ pcgsvc: piecewise CUDA graphs for PyTorch.
 
   pcgsvc model=llama mode=full_and_piecewise    build, verify, time, report
   pcgsvc -m capture.sizes='[1,2],[1,2,4,8]'     one job per value
-  pcgsvc job=plan                               show where the model would be cut
-  pcgsvc --config-dir DIR model=mine            with your own DIR/model/mine.yaml
+  pcgsvc job=plan                               show where it would be cut
+  pcgsvc --config-dir DIR model=mine            with your DIR/model/mine.yaml
   pcgsvc --cfg job                              print the composed settings
 
 Groups (YAML files that pick values):

@@ -10,16 +10,19 @@ importing it takes seconds that a warm start does not have.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def import_compilers(*, inductor: bool) -> None:
     """Import Dynamo, and Inductor if asked, so that the seconds it takes can be told apart."""
+    importlib.import_module("torch._dynamo")
     if inductor:
-        pass
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 # ---- Dynamo --------------------------------------------------------------------------------------
@@ -108,6 +111,20 @@ def python_source(expression: Any) -> str:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return an identity of the tensor's storage; works for fake tensors, which have no address."""
     return int(tensor.untyped_storage()._cdata)
+
+
+class RecordingMode(TorchDispatchMode):
+    """A dispatch mode whose handler torch does not wrap to be skipped by Dynamo.
+
+    The wrapper imports Dynamo, seconds of import, at the first op; nothing here is ever traced.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 # ---- ops -----------------------------------------------------------------------------------------

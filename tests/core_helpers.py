@@ -13,6 +13,8 @@ from pcgsvc.arguments import input_specs, split_arguments
 from pcgsvc.config import (
     AttentionConfig,
     BenchConfig,
+    CacheConfig,
+    CacheMode,
     CaptureConfig,
     Compiler,
     CompilerConfig,
@@ -165,6 +167,7 @@ def make_config(
         attention=AttentionConfig(max_num_reqs=max_num_reqs),
         debug=DebugConfig(poison=poison, check_addresses=check_addresses),
         bench=BenchConfig(enabled=False),
+        cache=CacheConfig(mode=CacheMode.OFF),
         on_uncovered=OnUncovered(on_uncovered),
         outputs=Outputs(outputs),
         strict=strict,

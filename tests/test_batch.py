@@ -163,7 +163,13 @@ def test_a_wide_table_is_cut_to_the_width_that_a_request_can_use() -> None:
 @pytest.fixture(scope="module")
 def llama() -> Any:
     with pcgsvc.load_runner(
-        ["model=llama", "model.num_layers=1", "compiler=eager", "capture.sizes=[4,8]"]
+        [
+            "model=llama",
+            "model.num_layers=1",
+            "compiler=eager",
+            "capture.sizes=[4,8]",
+            "cache.mode=off",
+        ]
     ) as runner:
         yield runner
 

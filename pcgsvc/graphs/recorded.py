@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pcgsvc import torch_private
 from pcgsvc.errors import CaptureError
 from pcgsvc.program import CompiledPiece
 
@@ -62,11 +62,11 @@ class _HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(torch_private.RecordingMode):
     """Runs every op and records how to run it again on the same memory."""
 
     def __init__(self, owner: RecordedEngine) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.steps: list[Step] = []
         self._owner = owner
 

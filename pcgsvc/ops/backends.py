@@ -8,9 +8,14 @@ from __future__ import annotations
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.paged import PagedAttention
+from pcgsvc.ops.triton_attention import TritonAttention
 from pcgsvc.ops.varlen import VarlenAttention
 
-BACKENDS: dict[str, type[AttentionBackend]] = {"paged": PagedAttention, "varlen": VarlenAttention}
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "paged": PagedAttention,
+    "varlen": VarlenAttention,
+    "triton": TritonAttention,
+}
 
 
 def find_backend(name: str) -> type[AttentionBackend]:
