@@ -19,11 +19,16 @@ from importlib import resources
 from pathlib import Path
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
-from pcgsvc.compose import compose_jobs, from_tree, register_schema, words_of
+from pcgsvc.compose import CONFIG_MODULE, compose_jobs, from_tree, register_schema, words_of
 from pcgsvc.errors import ConfigError, PcgError
 from pcgsvc.settings import help_text
 from pcgsvc.version import __version__
@@ -60,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             )
         if not words.only_hydra:
             _check(words)
-        return _hand_over(argv)
+        return _hand_over(argv, words.config_dir)
     except SystemExit as ended:  # argparse after a bad option, Hydra after its own help
         return ended.code if isinstance(ended.code, int) else FAILED
     except KeyboardInterrupt:
@@ -74,8 +79,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _complain(error: Exception) -> int:
     """Print an error that no job has logged, and return its code."""
-    if isinstance(error, ConfigError):
-        _say(f"pcgsvc: {error}", error=True)
+    if isinstance(error, (ConfigError, HydraException, OmegaConfBaseException)):
+        text = str(error) if isinstance(error, ConfigError) else words_of(error)
+        _say(f"pcgsvc: {text}", error=True)
         return BAD_CONFIG
     _say(f"pcgsvc: {type(error).__name__}: {words_of(error)}", error=True)
     return FAILED
@@ -165,7 +171,15 @@ def _check(words: _Words) -> None:
 # ---- under Hydra ---------------------------------------------------------------------------------
 
 
-def _hand_over(argv: Sequence[str]) -> int:
+class _PackagedSettings(SearchPathPlugin):
+    """Adds our YAML behind a user's folder; Hydra's own `--config-dir` would put it before."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append to Hydra's search path."""
+        search_path.append(provider="pcgsvc", path=CONFIG_MODULE)
+
+
+def _hand_over(argv: Sequence[str], config_dir: str | None) -> int:
     """Let Hydra run the job, or the jobs of a sweep; return the worst exit code."""
     codes: list[int] = []
 
@@ -175,9 +189,11 @@ def _hand_over(argv: Sequence[str]) -> int:
         return code
 
     register_schema()
-    run = hydra.main(version_base="1.3", config_path="pkg://pcgsvc.conf", config_name="config")(
-        task
-    )
+    path = CONFIG_MODULE
+    if config_dir is not None:
+        path, argv = str(Path(config_dir).resolve()), _without_config_dir(argv)
+        Plugins.instance().register(_PackagedSettings)
+    run = hydra.main(version_base="1.3", config_path=path, config_name="config")(task)
     with _hydra_raises(), _argv(argv):
         try:
             run()
@@ -186,6 +202,12 @@ def _hand_over(argv: Sequence[str]) -> int:
                 f"hydra.run.dir: the output folder cannot be made or written: {error}"
             ) from error
     return max(codes, default=OK)
+
+
+def _without_config_dir(argv: Sequence[str]) -> list[str]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    return parser.parse_known_args(list(argv))[1]
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ def _loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
         raise ConfigError(f"config_dir: '{config_dir}' is no folder.")
     search_path = create_config_search_path(CONFIG_MODULE)
     if config_dir is not None:
-        search_path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
+        search_path.prepend("user", f"file://{Path(config_dir).resolve()}")
     with _STORE_LOCK:
         store, version = ConfigStore.instance(), VersionBase.instance()
         known = store.repo.get(f"{SCHEMA}.yaml")

@@ -275,6 +275,24 @@ def test_a_users_folder_of_yaml_is_what_the_job_gets(cli: Cli, tmp_path: Path) -
     assert report["config"]["cache"]["mode"] == "off"
 
 
+@pytest.mark.parametrize("form", [["--config-dir", "DIR"], ["--config-dir=DIR"], ["-cd", "DIR"]])
+def test_a_users_config_yaml_is_the_primary_config_of_a_sweep(
+    cli: Cli, tmp_path: Path, form: list[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "defaults: [pcgsvc_schema, {model: llama}, {attention: paged}, {compiler: eager}, _self_]\n"
+        "model: {num_layers: 1}\njob: plan\ndevice: cpu\ncapture: {graphs: off}\n"
+    )
+    words = [word.replace("DIR", str(tmp_path)) for word in form]
+    done = cli(*words, "-m", "seed=1,2")
+    assert done.code == 0, done.out + done.err
+    assert [r["config"]["seed"] for r in done.reports] == [1, 2]
+    assert {r["partition"]["num_boundaries"] for r in done.reports} == {1}
+    bad = cli(*words, "-m", "seed=1,x")
+    assert bad.code == 2
+    assert len(bad.reports) == 2  # those of before
+
+
 # ---- jobs that fail ------------------------------------------------------------------------------
 
 

@@ -48,6 +48,7 @@ def backend(
     layers: int = 1,
     **options: Any,
 ) -> TritonAttention:
+    options.setdefault("share_in_step", False)  # the fused cache write where it is used
     return TritonAttention(
         spec(heads, kv_heads, dim, layers=layers),
         num_blocks=40,

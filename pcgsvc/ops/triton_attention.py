@@ -60,7 +60,7 @@ class TritonAttention(AttentionBackend):
         dtype: torch.dtype,
         sliding_window: Sequence[int | None] | None = None,
         softcap: float | None = None,
-        share_in_step: bool = False,
+        share_in_step: bool = True,
         tuning: Tuning | None = None,
     ) -> None:
         """Check that the kernels serve `spec` on `device`; allocate the cache and the scratch.

@@ -190,7 +190,7 @@ def _verdict(out: Console, report: dict[str, Any]) -> None:
 
 def _entries(report: dict[str, Any], width: int) -> Table:
     """Return one row per captured entry: errors, and times where they were taken."""
-    bench = {(b["mode"], b["size"], b.get("uniform")): b for b in report.get("bench", [])}
+    bench = {(b["mode"], b["size"]): b for b in report.get("bench", [])}
     times = ["plain", "replay"] if bench else []
     if bench and width >= _ENTRY_WIDTH:
         times += ["host", "regions", "bounds", "bound by"]
@@ -207,7 +207,7 @@ def _entries(report: dict[str, Any], width: int) -> Table:
         left = name in ("entry", "", "bound by")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in sorted(report["verify"], key=lambda r: (r["mode"], r["size"])):
-        found = bench.get((row["mode"], row["size"], row.get("uniform")))
+        found = bench.get((row["mode"], row["size"]))
         table.add_row(
             row["mode"],
             str(row["size"]),

@@ -61,6 +61,7 @@ def backend(
     block_size: int = 16,
     **options: Any,
 ) -> TritonAttention:
+    options.setdefault("share_in_step", False)  # the fused cache write where it is used
     shape: AttentionSpec = cases.spec(heads, kv_heads, dim, layers=layers)
     return TritonAttention(
         shape,
