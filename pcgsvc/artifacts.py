@@ -15,7 +15,7 @@ import hashlib
 import importlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.compilers.folder import CompilerFolder
 from pcgsvc.config import Compiler, Config
 from pcgsvc.disk.lookup import Built
+from pcgsvc.disk.reports import FactDifference
 from pcgsvc.errors import CacheError, CompileError
 from pcgsvc.facts import piece_facts
 from pcgsvc.image import ProgramImage, from_json, new_boundaries, op_identity, to_json
@@ -303,10 +304,20 @@ def explain(store: Store, facts: Mapping[str, Any]) -> str:
         return "The store holds no program."
     if not nearest.differences:
         return "The nearest program has the same facts."
-    words = "; ".join(
-        f"{d.name}: stored {d.stored!r}, wanted {d.wanted!r}" for d in nearest.differences
-    )
-    return f"The nearest program differs in {len(nearest.differences)} facts: {words}."
+    causes = _causes(nearest.differences)
+    words = "; ".join(f"{d.name}: stored {d.stored!r}, wanted {d.wanted!r}" for d in causes)
+    following = len(nearest.differences) - len(causes)
+    more = f" (and {following} facts that follow from it)" if following else ""
+    return f"The nearest program differs in: {words}{more}."
+
+
+def _causes(differences: Sequence[FactDifference]) -> list[FactDifference]:
+    """Leave out what follows from other differences: settings bring their own facts along."""
+    settings = [d for d in differences if d.name.startswith("config.")]
+    if settings:
+        return settings
+    named = {d.name for d in differences}
+    return [d for d in differences if d.name != "tensors.digest" or "tensors" not in named]
 
 
 def _variants(manifest: bytes) -> list[bytes]:

@@ -46,7 +46,7 @@ def bench_entries(
                 query_len = parts.config.capture.uniform_query_len if descriptor.uniform else None
                 with use_context(parts.workspace.context(batch, size, query_len)):
                     row = _time_entry(runner, entry, size, repeats)
-            rows.append({"mode": mode.value, "size": size, "uniform": descriptor.uniform, **row})
+            rows.append({"mode": mode.value, "size": size, **row})
             on_entry()
     return rows
 

@@ -203,6 +203,7 @@ def words_of(error: BaseException) -> str:
         key = first.split("'")[1]
         if not key.startswith("hydra."):  # "use +key" would be refused as well
             return unknown_setting(key)
+    text = text.partition("Config search path:")[0]
     lines = [s for s in text.splitlines() if s.strip() and "object_type=" not in s]
     if "Ambiguous value" in text:
         lines = [first, "Write a list as capture.sizes='[1,2,4]', or add -m to sweep."]

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from pcgsvc.bench import bench_entries
+from pcgsvc.cache_jobs import cache_job
 from pcgsvc.config import Config, Job, copy
 from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.generate import generate_ids
@@ -36,8 +37,14 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.RUN: _run,
         Job.PLAN: _plan,
         Job.COMPILE: _compile,
+        Job.CACHE: _cache,
     }
     return jobs[config.job](config, report_path, console())
+
+
+def _cache(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    cache_job(config, out)
+    return {}
 
 
 def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
@@ -83,11 +90,9 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
         report["bench"] = []
         if config.bench.enabled:
             progress.start("bench", entries)
-            rows = bench_entries(
+            report["bench"] = bench_entries(
                 runner, samples, repeats=config.bench.repeats, on_entry=progress.advance
             )
-            # A mode and a size name an entry; the contract has only numbers and words in a row.
-            report["bench"] = [{k: v for k, v in row.items() if k != "uniform"} for row in rows]
             progress.stop()
         text = _continue_prompt(runner, config) if config.prompt is not None else None
         report["dispatch"] = runner.stats()

@@ -33,7 +33,6 @@ NOT_IN_KEY: dict[str, str] = {
     "on_uncovered": "what a call does, not what is compiled",
     "outputs": "what a call does, not what is compiled",
     "device": "its type, class and capability are facts themselves",
-    "dtype": "the tensors' dtypes are facts themselves",
     "seed": "values of weights and of verification inputs",
     "strict": "whether warnings are errors",
     "job": "what is done with the program",

@@ -48,7 +48,7 @@ def check(config: Config) -> None:
     validate(resolved, device_type=device.type)
     dtype_of(resolved)
     validate_model(resolved)
-    find_backend(resolved.attention.name)
+    find_backend(resolved.attention.name).check(device)
     _check_op_names(resolved)
     _check_paths(resolved)
     _check_prompt(resolved)

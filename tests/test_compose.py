@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import textwrap
+import typing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import hydra
 import pytest
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
@@ -228,11 +230,14 @@ def test_a_mistake_on_the_command_line_is_one_config_error(override: str, messag
 
 
 @pytest.mark.parametrize("override", [b[0] for b in BAD])
-def test_a_mistake_never_advises_the_plus_sign_that_is_refused_as_well(override: str) -> None:
+def test_a_mistake_is_answered_without_hydras_insides_or_the_plus_sign_that_is_refused_as_well(
+    override: str,
+) -> None:
     with pytest.raises(ConfigError) as raised:
         compose([override])
     if not override.startswith("hydra."):
         assert "use +" not in str(raised.value)
+    assert "pkg://" not in str(raised.value)
 
 
 # ---- sweeps --------------------------------------------------------------------------------------
@@ -360,6 +365,23 @@ def test_loading_from_three_threads_at_once_gives_each_its_own(host: Any) -> Non
     with ThreadPoolExecutor(3) as pool:
         configs = list(pool.map(load, range(12)))
     assert [(c.seed, c.model.num_layers) for c in configs] == [(i, i + 1) for i in range(12)]
+    assert store_and_global() == before
+
+
+def test_runners_load_from_three_threads_at_once_in_a_process_that_uses_hydra(host: Any) -> None:
+    words = ["device=cpu", "compiler=eager", "model.num_layers=1", "capture.sizes=[1,2]"]
+
+    def load_and_call(seed: int) -> torch.Tensor:
+        with pcgsvc.load_runner([*words, f"seed={seed}", "cache.mode=off"]) as runner:
+            first, again = (runner(torch.tensor([1, 2]), torch.tensor([0, 1])) for _ in "ab")
+            assert torch.equal(first, again)
+            return typing.cast(torch.Tensor, first)
+
+    before = store_and_global()
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(load_and_call, (0, 1, 0)))
+    assert torch.equal(results[0], results[2])
+    assert not torch.equal(results[0], results[1])
     assert store_and_global() == before
 
 

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import WIDTH, attended, build, kinds, partition_of, rows, toy, trace_of
+from core_helpers import (
+    WIDTH,
+    attended,
+    build,
+    fault,
+    faulty,
+    kinds,
+    partition_of,
+    rows,
+    toy,
+    trace_of,
+)
 from torch import nn
 
 import pcgsvc
@@ -93,7 +104,10 @@ def test_a_splitting_op_may_be_anywhere(name: str) -> None:
     assert kinds(partition_of(function)) == wanted
 
 
-@pytest.mark.parametrize("name", [n for n in PLACES if n not in ("consecutive",)])
+@pytest.mark.parametrize(
+    "name",
+    faulty(PLACES, ["identity"], "image.py refuses a program without pieces, cache off included"),
+)
 def test_wherever_it_is_a_runner_gives_what_the_model_gives(name: str) -> None:
     equal(PLACES[name][0])
 
@@ -352,6 +366,7 @@ def test_a_shape_that_depends_on_data_is_refused_with_the_line() -> None:
         trace_of(forward)
 
 
+@fault("fx.py: an unbacked int inside one region is neither refused nor cut out (S13)")
 def test_a_number_that_depends_on_data_is_refused_though_it_is_in_no_shape() -> None:
     """S13: a graph would hold the value of its capture for ever."""
 
@@ -438,6 +453,7 @@ def test_blocks_that_differ_in_one_constant_share_nothing_else() -> None:
     assert hashes[2] == hashes[3]
 
 
+@fault("fx.py: no such warning (K16); Partition.warnings is never filled")
 def test_pieces_that_differ_in_a_layer_number_alone_are_said_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -455,16 +471,16 @@ def test_pieces_that_differ_in_a_layer_number_alone_are_said_so(
 
 
 def test_each_unique_piece_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pcgsvc import pipeline
+    from pcgsvc import artifacts
 
     made: list[int] = []
 
-    class Counting(pipeline.EagerPiece):
+    class Counting(artifacts.EagerPiece):
         def __init__(self, document: Any) -> None:
             made.append(1)
             super().__init__(document)
 
-    monkeypatch.setattr(pipeline, "EagerPiece", Counting)
+    monkeypatch.setattr(artifacts, "EagerPiece", Counting)
     with build(toy(12)) as runner:
         assert len(made) == runner.report["compile"]["num_compiled"] == 3
 

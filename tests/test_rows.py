@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import WIDTH, attended, partition_of, rows, trace_of
+from core_helpers import WIDTH, attended, fault, faulty, partition_of, rows, trace_of
 
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.errors import CompileError
@@ -72,6 +72,10 @@ CONSTANTS: list[Any] = [
 ]
 
 
+COMPLEX = "rows.py: source_of writes inf and nan inside complex() as names"
+EVIL = "rows.py: function_of checks targets alone, so documents can run anything"
+
+
 def ref(node: torch.fx.Node) -> int:
     raise AssertionError("there is no node here")
 
@@ -103,7 +107,14 @@ def test_a_constant_survives_json(value: Any) -> None:
     assert refs(item) == set()
 
 
-@pytest.mark.parametrize("value", CONSTANTS, ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(v, marks=fault(COMPLEX)) if repr(v) in ("(inf-infj)", "(nan+0j)") else v
+        for v in CONSTANTS
+    ],
+    ids=repr,
+)
 def test_a_constant_survives_as_source_of_a_function(value: Any) -> None:
     # torch.broadcast_shapes is not called: the value passes through a call that gives it back.
     document: Document = {
@@ -117,7 +128,11 @@ def test_a_constant_survives_as_source_of_a_function(value: Any) -> None:
     assert same(space["f"](3)[0], (value, 0))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("value", [INF, NAN, complex(INF, NAN), complex(1, -0.0)], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [INF, NAN, pytest.param(complex(INF, NAN), marks=fault(COMPLEX)), complex(1, -0.0)],
+    ids=repr,
+)
 def test_a_built_function_holds_odd_numbers(value: Any) -> None:
     document: Document = {
         "inputs": [["int", 0]],
@@ -170,8 +185,8 @@ def document_of(function: Callable[..., Any]) -> Document:
 def test_a_graph_survives_as_document_and_gives_the_same_numbers() -> None:
     document = json.loads(json.dumps(document_of(forward)))
     x = rows(5)
-    ordered = {True: (5, x), False: (x,)}[len(document["inputs"]) == 2]
-    (result,) = function_of(document, "f")(*ordered)
+    given = [5 if spec[0] == "int" else x for spec in document["inputs"]]
+    (result,) = function_of(document, "f")(*given)
     assert torch.equal(result, forward(x))
 
 
@@ -314,6 +329,7 @@ def test_names_do_not_change_the_hash() -> None:
     assert graph_hash(renamed) == graph_hash(lambda x: torch.add(x, 2) * 0.5)
 
 
+@fault("rows.py: a row holds an op's name without its schema (S16)")
 def test_the_schema_of_a_custom_op_is_part_of_the_hash() -> None:
     """Same name, other schema, other code: torch issue 187319."""
     hashes = []
@@ -360,7 +376,10 @@ def touched(tmp_path: Path) -> Path:
         "builtins.__import__",
         "builtins.getattr.__self__.eval",
         "operator.__builtins__",
-        "math.__loader__.load_module",
+        pytest.param("math.__loader__.load_module", marks=fault(EVIL)),
+        pytest.param("torch.load", marks=fault(EVIL)),
+        pytest.param("torch.hub.load", marks=fault(EVIL)),
+        pytest.param("torch.ops.load_library", marks=fault(EVIL)),
         "os.system",
         "__import__",
         "torch.ops.no.such",
@@ -376,7 +395,11 @@ def test_a_callable_outside_torch_operator_and_math_is_refused(target: str) -> N
 
 
 @pytest.mark.parametrize(
-    "target", ["", "a.b", "a()", "a; b", "a b", "lambda", "__class__", "__reduce_ex__", "_secret"]
+    "target",
+    [
+        *["", "a.b", "a()", "a; b", "a b"],
+        *faulty(*[["lambda", "__class__", "__reduce_ex__", "_secret"]] * 2, EVIL),
+    ],
 )
 def test_a_bad_method_name_is_refused(target: str) -> None:
     with pytest.raises(CompileError):
@@ -389,6 +412,7 @@ def test_a_row_of_another_kind_is_refused(op: Any) -> None:
         function_of(evil(row("torch.relu", [["v", 0]], op=op)), "f")
 
 
+@fault("rows.py: function_of checks targets alone, so documents can run anything")
 def test_code_in_a_keyword_s_name_is_refused(touched: Path) -> None:
     name = f"input=torch.os.system('touch {touched}'), out"
     document = evil(row("torch.relu"))
@@ -398,7 +422,10 @@ def test_code_in_a_keyword_s_name_is_refused(touched: Path) -> None:
     assert not touched.exists()
 
 
-@pytest.mark.parametrize("kind", ["torch", "device", "float", "complex", "int", "bool", "str"])
+@pytest.mark.parametrize(
+    "kind",
+    faulty(["torch", "device", "float", "complex", "int", "bool", "str"], ["torch"], EVIL),
+)
 def test_code_in_a_constant_is_refused_or_stays_text(kind: str, touched: Path) -> None:
     code = f"torch.os.system('touch {touched}')"
     document = evil(row("torch.relu", [[kind, code, code]]))
@@ -407,6 +434,7 @@ def test_code_in_a_constant_is_refused_or_stays_text(kind: str, touched: Path) -
     assert not touched.exists()
 
 
+@fault("rows.py: function_of checks targets alone, so documents can run anything")
 def test_a_module_reached_as_a_constant_is_refused(touched: Path) -> None:
     document = evil(row("system", [["torch", "os"], ["str", f"touch {touched}"]], op="call_method"))
     with pytest.raises(CompileError):
@@ -414,6 +442,7 @@ def test_a_module_reached_as_a_constant_is_refused(touched: Path) -> None:
     assert not touched.exists()
 
 
+@fault("rows.py: function_of checks targets alone, so documents can run anything")
 def test_a_module_reached_through_getattr_is_refused(touched: Path) -> None:
     document = evil(
         row("builtins.getattr", [["torch", "torch.os"], ["str", "system"]]),
@@ -424,6 +453,7 @@ def test_a_module_reached_through_getattr_is_refused(touched: Path) -> None:
     assert not touched.exists()
 
 
+@fault(EVIL)
 @pytest.mark.parametrize("where", ["argument", "output"])
 def test_a_reference_to_nothing_is_refused(where: str) -> None:
     document = evil(row("torch.relu", [["v", 7 if where == "argument" else 0]]))
@@ -433,12 +463,14 @@ def test_a_reference_to_nothing_is_refused(where: str) -> None:
         function_of(document, "f")
 
 
+@fault(EVIL)
 @pytest.mark.parametrize("kind", ["pickle", "code", "set"])
 def test_a_constant_of_an_unknown_kind_is_refused(kind: str) -> None:
     with pytest.raises(CompileError, match="unknown"):
         function_of(evil(row("torch.relu", [[kind, "x"]])), "f")
 
 
+@fault("rows.py: function_of checks targets alone, so documents can run anything")
 def test_a_built_function_has_no_builtins() -> None:
     function = function_of(evil(row("torch.relu", [["v", 0]])), "f")
     space = function.__globals__

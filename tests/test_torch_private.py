@@ -138,7 +138,7 @@ def test_storage_id_is_shared_by_views_and_works_on_fake_tensors() -> None:
 
 def test_op_schema_of_overload_and_packet_says_what_is_written() -> None:
     schema = private.op_schema(torch.ops.aten.add_.Tensor)
-    assert [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments][0]
+    assert next(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     assert private.op_schema(torch.ops.aten.relu).name == "aten::relu"
     assert private.op_schema(torch.relu) is None
 

@@ -24,7 +24,7 @@ Step = Callable[[], Any]
 class CudaEngine:
     """Captures segments on one stream into one pool. One per runner; used under its lock.
 
-    The pool's memory lives as long as any of its graphs; `renew_pool` after the last has gone.
+    A pool's memory lives as long as any of its graphs.
     """
 
     name = "cuda"
@@ -32,6 +32,8 @@ class CudaEngine:
     def __init__(self, stream: torch.cuda.Stream, error_mode: str) -> None:
         self.stream = stream
         self.pool = torch.cuda.graph_pool_handle()
+        self._pools = [self.pool]
+        """All pools that entries of this runner may lie in: one, unless a capture failed."""
         self._error_mode = error_mode
         self._graph: torch.cuda.CUDAGraph | None = None
         self._starts: list[int] = []
@@ -60,7 +62,8 @@ class CudaEngine:
         self._outside.clear()
         if graph is None:
             return
-        torch_private.abandon_capture(graph, self.stream.device, self.pool)
+        if not torch_private.abandon_capture(graph, self.stream.device, self.pool):
+            self.renew_pool()
 
     def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
         """See `Engine.run_piece`."""
@@ -75,19 +78,20 @@ class CudaEngine:
     def renew_pool(self) -> None:
         """Take a new pool; torch refuses a handle whose graphs are all gone."""
         self.pool = torch.cuda.graph_pool_handle()
+        self._pools.append(self.pool)
         self._starts, self._ends = [], []
         self._outside.clear()
 
     def pool_bytes(self) -> int:
-        """Return the bytes of device memory that the pool has mapped."""
-        return sum(end - start for start, end in torch_private.pool_ranges(self.pool))
+        """Return the bytes of device memory that the runner's pools have mapped."""
+        return sum(end - start for start, end in torch_private.pool_ranges(self._pools))
 
     def _in_pool(self, address: int) -> bool:
         if self._find(address):
             return True
         if address in self._outside:
             return False
-        ranges = sorted(torch_private.pool_ranges(self.pool))
+        ranges = sorted(torch_private.pool_ranges(self._pools))
         self._starts, self._ends = [r[0] for r in ranges], [r[1] for r in ranges]
         inside = self._find(address)
         if not inside:

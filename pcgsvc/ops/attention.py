@@ -47,6 +47,10 @@ class AttentionBackend(abc.ABC):
     cudagraph_support: Support
     """How far `forward` may go into a CUDA graph."""
 
+    @classmethod
+    def check(cls, device: torch.device) -> None:
+        """Raise `ConfigError` if this backend cannot run on `device`; builds nothing."""
+
     def __init__(
         self,
         spec: AttentionSpec,

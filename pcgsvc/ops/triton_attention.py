@@ -50,6 +50,11 @@ class TritonAttention(AttentionBackend):
 
     cudagraph_support = Support.ALWAYS
 
+    @classmethod
+    def check(cls, device: torch.device) -> None:
+        """See `AttentionBackend.check`."""
+        _load_kernels(device)
+
     def __init__(
         self,
         spec: AttentionSpec,
