@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import stat
 import tempfile
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -268,7 +270,11 @@ def test_on_a_network_file_system_hits_are_served_and_nothing_is_stored(
     with Store.open(str(tmp_path)) as store:
         store.put_piece("a" * 64, b"x", facts={})
     monkeypatch.setattr(cache_root, "network_file_system", lambda _: "nfs4")
-    with Store.open(str(tmp_path)) as store:
+    with (
+        Store.open(str(tmp_path), timeout_s=0.1) as store,
+        closing(sqlite3.connect(tmp_path / "store" / "db" / "cache.db")) as other,
+    ):
+        other.execute("BEGIN EXCLUSIVE")  # no lock is asked for: it would mean nothing there
         assert store.get_piece("a" * 64).value == b"x"
         assert not store.put_piece("b" * 64, b"x", facts={})
         assert "network file system (nfs4)" in store.why_not_writable()

@@ -298,7 +298,15 @@ def all_garbage(path: Path) -> None:
     path.write_bytes(os.urandom(path.stat().st_size))
 
 
-@pytest.mark.parametrize("damage", [garbage_header, half, no_table, all_garbage, foreign])
+def statement_that_is_no_text(path: Path) -> None:
+    """SQLite quotes it in its message, which Python then cannot decode."""
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE Cache", b"CREATE T\xe5BLE Cache"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [garbage_header, half, no_table, all_garbage, foreign, statement_that_is_no_text],
+)
 def test_a_damaged_database_is_named_put_aside_and_built_again(
     root: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -316,10 +324,16 @@ def test_a_damaged_database_is_named_put_aside_and_built_again(
     expect_rebuilt(root)
 
 
+def key_of_a_row(path: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(PIECE.encode(), b"z" + PIECE[1:].encode(), 1))
+
+
+@pytest.mark.parametrize("damage", [all_garbage, half, key_of_a_row, statement_that_is_no_text])
 def test_a_damaged_database_that_a_write_meets_first_is_put_aside_and_the_write_succeeds(
-    root: Path,
+    root: Path, damage: Callable[[Path], None]
 ) -> None:
-    all_garbage(root / "store" / "db" / "cache.db")
+    damage(root / "store" / "db" / "cache.db")
     with open_store(root) as store:
         fill(store)
         assert misses(store) == []
@@ -369,6 +383,32 @@ def test_the_journal_of_a_deleted_database_does_not_get_into_the_new_one(root: P
         rebuild(store)
         assert misses(store) == []
         assert store.check().ok
+        assert not store.check().quarantined
+
+
+def test_a_database_that_was_replaced_meanwhile_is_not_put_aside_for_the_old_one(
+    root: Path,
+) -> None:
+    with open_store(root) as store:
+        assert store._entries is not None
+        table = store._entries.table
+        old = table.reader.inode()
+        store.clear()
+        rebuild(store)
+        assert table._put_aside("damage of the old one", old, force=True) is None
+        assert misses(store) == []
+
+
+def test_a_row_replaced_between_look_up_and_read_is_looked_up_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(root, CacheMode.READ) as store:
+        assert store._entries is not None
+        reader = store._entries.table.reader
+        stale = [(2, "ab/cd/" + "0" * 28 + ".val", None)]
+        real = reader._row
+        monkeypatch.setattr(reader, "_row", lambda *a: stale.pop() if stale else real(*a))
+        assert store.get_piece(PIECE).value == PIECES[PIECE]
 
 
 def test_the_whole_folder_deleted_under_an_open_store_is_a_miss(root: Path) -> None:

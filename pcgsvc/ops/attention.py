@@ -50,6 +50,7 @@ class AttentionBackend(abc.ABC):
     @classmethod
     def check(cls, device: torch.device) -> None:
         """Raise `ConfigError` if this backend cannot run on `device`; builds nothing."""
+        return None
 
     def __init__(
         self,
