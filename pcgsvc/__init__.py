@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pcgsvc.config import Config
     from pcgsvc.dispatch import BatchDescriptor, Dispatch
     from pcgsvc.errors import PcgError
+    from pcgsvc.ops.breaks import eager_break
     from pcgsvc.ops.context import current_context
     from pcgsvc.ops.registry import register_splitting_op, splitting_op
     from pcgsvc.pipeline import build_runner
@@ -31,6 +32,7 @@ _HOMES = {
     "Runner": "pcgsvc.runner",
     "build_runner": "pcgsvc.pipeline",
     "current_context": "pcgsvc.ops.context",
+    "eager_break": "pcgsvc.ops.breaks",
     "load_config": "pcgsvc.api",
     "load_runner": "pcgsvc.api",
     "register_splitting_op": "pcgsvc.ops.registry",
@@ -47,6 +49,7 @@ __all__ = [
     "__version__",
     "build_runner",
     "current_context",
+    "eager_break",
     "load_config",
     "load_runner",
     "register_splitting_op",

@@ -33,8 +33,9 @@ from pcgsvc.facts import piece_facts
 from pcgsvc.image import ProgramImage, from_json, new_boundaries, op_identity, to_json
 from pcgsvc.keys import key_of
 from pcgsvc.partition.pieces import Piece
-from pcgsvc.program import CompiledPiece
+from pcgsvc.program import CompiledPiece, boundaries_of
 from pcgsvc.reads import first_difference
+from pcgsvc.rows import Document
 from pcgsvc.store import Store
 
 logger = logging.getLogger(__name__)
@@ -161,11 +162,11 @@ class Artifacts:
             found = self._store.get_piece(key_of(self._piece_facts(name, num_outputs)))
             if found.value is None:
                 raise NoProgramError(f"piece {name[:12]}: {found.miss}")
-            pieces[name] = self._load_piece(name, found.value, num_outputs)
+            pieces[name] = self._load_piece(name, found.value, document)
             self.tally.loaded += 1
         return pieces
 
-    def _load_piece(self, name: str, data: bytes, num_outputs: int) -> CompiledPiece:
+    def _load_piece(self, name: str, data: bytes, document: Document) -> CompiledPiece:
         """Make a piece of bytes whose digest the store has compared."""
         if not self._inductor:
             return EagerPiece.from_bytes(data, name)
@@ -173,7 +174,9 @@ class Artifacts:
 
         artifact = blob.unpack(data, self._folder.path)
         try:
-            return InductorPiece.from_bytes(artifact, num_outputs)
+            return InductorPiece.from_bytes(
+                artifact, len(document["outputs"]), boundaries_of(document)
+            )
         except Exception as error:  # torch's loader raises whatever its pickle does
             raise NoProgramError(
                 f"piece {name[:12]}: torch cannot load it ({type(error).__name__}: {error})"
@@ -204,7 +207,7 @@ class Artifacts:
         if fresh:
             return fresh[0]
         try:
-            loaded = self._load_piece(piece.hash, made.value, num_outputs)
+            loaded = self._load_piece(piece.hash, made.value, piece.document)
         except (CompileError, NoProgramError) as error:
             logger.warning("cache: %s; compiled again", error)
             self.tally.compiled += 1

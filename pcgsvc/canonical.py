@@ -28,6 +28,13 @@ def tensors_of(module: Callable[..., Any]) -> dict[str, torch.Tensor]:
     return named | dict(module.named_buffers())
 
 
+def buffer_names(module: Callable[..., Any]) -> set[str]:
+    """Return the names of a module's buffers."""
+    if not isinstance(module, torch.nn.Module):
+        return set()
+    return {name for name, _ in module.named_buffers()}
+
+
 class Seen:
     """What the backend hook saw."""
 

@@ -181,6 +181,9 @@ class PartitionConfig:
     """Op names (`ns::op`) that become boundaries; None: every registered splitting op."""
     extra_splitting_ops: list[str] = field(default_factory=list)
     """Op names that become boundaries as well as `splitting_ops`."""
+    compile_modules: list[str] | None = None
+    """With `strategy=breakable` and `compiler=inductor`: submodules that are compiled on their
+    own, by name; None: the largest ones that hit no break."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -593,9 +596,30 @@ def _validate_combinations(config: Config, device_type: str) -> None:
                     f"capture.graphs: got 'off' with {path} and mode={config.mode.value}, so that "
                     "every call would be refused; set mode=none, or capture graphs."
                 )
-    if config.partition.strategy is not Strategy.FX:
+    if config.partition.strategy is Strategy.INDUCTOR:
+        if config.compiler.name is not Compiler.INDUCTOR:
+            raise ConfigError(
+                "partition.strategy: got 'inductor' with compiler=eager; it partitions what "
+                "Inductor has fused. Use compiler=inductor, or partition.strategy=fx."
+            )
+        if device_type != "cuda":
+            raise ConfigError(
+                f"partition.strategy: got 'inductor' with device={config.device!r}: on the CPU "
+                "Inductor makes no partitions and its kernels cannot be recorded. Use "
+                "partition.strategy=fx, or device=cuda."
+            )
+    breakable = config.partition.strategy is Strategy.BREAKABLE
+    if breakable and config.compiler.name is Compiler.INDUCTOR and device_type != "cuda":
         raise ConfigError(
-            f"partition.strategy: got {config.partition.strategy.value!r}; this version has: fx."
+            "compiler: got 'inductor' with partition.strategy=breakable on the CPU, whose Inductor "
+            "kernels cannot be recorded. Use compiler=eager, or device=cuda."
+        )
+    if config.partition.compile_modules is not None and not (
+        breakable and config.compiler.name is Compiler.INDUCTOR
+    ):
+        raise ConfigError(
+            "partition.compile_modules: set, but it is read with partition.strategy=breakable and "
+            "compiler=inductor only."
         )
     if config.compiler.options and config.compiler.name is not Compiler.INDUCTOR:
         raise ConfigError(

@@ -53,6 +53,8 @@ class ProgramImage:
     mutated: tuple[str, ...]
     """Parameters and buffers that the program writes to."""
     pieces: tuple[PieceInfo, ...]
+    unique_regions: int
+    """Regions that differ from each other."""
     documents: dict[str, Document]
     """The unique regions' canonical forms by hash."""
     matched: dict[str, int]
@@ -87,9 +89,22 @@ class ProgramImage:
 
 
 def image_of(
-    traced: TracedGraph, partition: Partition, *, reads: list[Read], files: dict[str, str]
+    traced: TracedGraph,
+    partition: Partition,
+    plan: Partition,
+    *,
+    reads: list[Read],
+    files: dict[str, str],
 ) -> ProgramImage:
-    """Write a traced and partitioned graph down."""
+    """Write a traced and partitioned graph down.
+
+    Args:
+        traced: the canonical graph.
+        partition: what is compiled.
+        plan: the same graph cut into regions and boundaries, for reports.
+        reads: what tracing read.
+        files: digests of the source files that tracing went into.
+    """
     schemas = op_schemas(traced.graph)
     return ProgramImage(
         spec=program_of(traced, partition),
@@ -103,8 +118,9 @@ def image_of(
             PieceInfo(
                 name=p.name, kind=p.kind.value, reason=p.reason, ops=len(p.nodes), hash=p.hash
             )
-            for p in partition.pieces
+            for p in plan.pieces
         ),
+        unique_regions=len(plan.unique()) if plan is partition else plan.count(Kind.REGION),
         documents={h: p.document for h, p in partition.unique().items() if p.document is not None},
         matched=dict(partition.matched),
         ops=dict(traced.ops),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,9 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.arguments import bundle_specs, input_specs, resampler, split_arguments
 from pcgsvc.artifacts import Artifacts, NoProgramError, Tally, file_digest, require_warm
-from pcgsvc.canonical import refuse_outputs, tensors_of
+from pcgsvc.canonical import buffer_names, refuse_outputs, tensors_of
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheMode, Compiler, Config, Graphs, resolve, validate
+from pcgsvc.config import CacheMode, Compiler, Config, Graphs, Strategy, resolve, validate
 from pcgsvc.devices import device_of, dtype_of
 from pcgsvc.dispatch import (
     BatchDescriptor,
@@ -44,7 +44,14 @@ from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.registry import find_spec
 from pcgsvc.ops.support import Support
+from pcgsvc.partition.breakable import (
+    PIECE,
+    ModulePiece,
+    boundary_names,
+    learn,
+)
 from pcgsvc.partition.fx import check_aliases, partition_fx
+from pcgsvc.partition.inductor import partition_inductor
 from pcgsvc.partition.pieces import Kind, Partition, Piece
 from pcgsvc.program import CompiledPiece, Program
 from pcgsvc.progress import Progress, Silent
@@ -55,7 +62,7 @@ from pcgsvc.runner import OutputPlan, Runner, RunnerParts
 from pcgsvc.samples import Samples
 from pcgsvc.store import Store
 from pcgsvc.trace import trace
-from pcgsvc.traced import InputSpec, TracedGraph
+from pcgsvc.traced import Binding, InputSpec, TracedGraph
 from pcgsvc.verify import preserved, self_check
 from pcgsvc.workspace import Workspace, cache_geometry, usable_sizes
 
@@ -100,6 +107,8 @@ class Built:
     """The report's words on the disk cache."""
     seconds: dict[str, float]
     warnings: list[str]
+    workspace: Workspace | None = None
+    """Set where the forward had to be run to learn what it does."""
 
 
 # ---- doors ---------------------------------------------------------------------------------------
@@ -172,13 +181,11 @@ def build(request: Request, progress: Progress) -> Runner:
     config = request.config
     with _building(request) as folder:
         built = prepare(request, folder, progress)
-        workspace = _workspace(built)
-        samples = Samples(
-            workspace,
-            request.bundle.make_inputs,
-            seed=config.seed,
-            query_len=config.capture.uniform_query_len,
+        tensors = tensors_of(request.bundle.module)
+        workspace = built.workspace or _workspace(
+            request, built.image.spec.bindings, built.image.bind(tensors)
         )
+        samples = _samples(request, workspace)
         with preserved({name: workspace.tensors[name] for name in built.image.mutated}):
             table = _capture(built, workspace, samples, progress)
             built.seconds["total"] = time.perf_counter() - started + request.weights_s
@@ -232,7 +239,7 @@ def prepare(
     with _open_store(config, used=compile_pieces) as store:
         artifacts = Artifacts(config, request.device, store, folder)
         stages = _Stages(request, artifacts, store, seconds, progress)
-        image, pieces = stages.load_or_make() if compile_pieces else (stages.plan(), None)
+        image, pieces = stages.run(compile_pieces=compile_pieces)
         cache = {
             "mode": config.cache.mode.value,
             "dir": str(store.folder.data) if store.folder is not None else None,
@@ -247,7 +254,7 @@ def prepare(
         stages.start,
         sum(image.ops.values()),
         image.count(Kind.REGION),
-        len(image.documents),
+        image.unique_regions,
         image.count(Kind.BOUNDARY),
         artifacts.tally.compiled,
         artifacts.tally.loaded,
@@ -268,6 +275,7 @@ def prepare(
         cache=cache,
         seconds=seconds,
         warnings=[*resolution.reasons, *dropped, *stages.warnings],
+        workspace=stages.workspace,
     )
     for warning in built.warnings:
         logger.warning("%s", warning)
@@ -296,6 +304,43 @@ class _Stages:
         self.key: str | None = None
         self.misses: list[str] = []
         self.warnings: list[str] = []
+        self.workspace: Workspace | None = None
+
+    def run(self, *, compile_pieces: bool) -> tuple[ProgramImage, dict[str, CompiledPiece] | None]:
+        """Return the program; its pieces are None when nothing was to be compiled."""
+        if self._config.partition.strategy is Strategy.BREAKABLE:
+            return self._learn()
+        if not compile_pieces:
+            return self.plan(), None
+        return self.load_or_make()
+
+    def _learn(self) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
+        """Run the forward as it is; there is nothing to trace and nothing to store."""
+        request, names = self._request, self._config.partition
+        module = request.bundle.module
+        boundaries = boundary_names(names.splitting_ops, names.extra_splitting_ops)
+        inputs = [Binding(kind="input", name=s.name, spec=None) for s in request.inputs]
+        workspace = _workspace(request, inputs, tensors_of(module))
+        buffers = {n: t for n, t in workspace.tensors.items() if n in buffer_names(module)}
+        largest = workspace.max_tokens
+        with (
+            _phase("split", self._seconds, self._progress),
+            _capture_stream(workspace),
+            preserved(buffers),
+        ):
+            learned = learn(
+                module,
+                workspace,
+                _samples(request, workspace),
+                request.constants,
+                boundaries,
+                (largest, max(1, largest - 1)),
+            )
+        self.workspace = workspace
+        self.warnings += warnings
+        self.misses.append("partition.strategy=breakable traces nothing and stores nothing")
+        piece = ModulePiece(module, [s.name for s in request.inputs], request.constants, boundaries)
+        return image, {PIECE: piece}
 
     def load_or_make(self) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
         """Return the program, loaded if the store has one that fits."""
@@ -315,8 +360,8 @@ class _Stages:
 
     def plan(self) -> ProgramImage:
         """Trace and split only."""
-        traced, partition = self._trace_and_split()
-        return image_of(traced, partition, reads=[], files={})
+        traced, plan = self._trace_and_split()
+        return image_of(traced, plan, plan, reads=[], files={})
 
     def _facts(self) -> dict[str, Any] | None:
         request = self._request
@@ -351,7 +396,9 @@ class _Stages:
     def _make(
         self, facts: Mapping[str, Any] | None
     ) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
-        traced, partition = self._trace_and_split()
+        traced, plan = self._trace_and_split()
+        whole = self._config.partition.strategy is Strategy.INDUCTOR
+        partition = partition_inductor(traced, plan) if whole else plan
         module, constants = self._request.bundle.module, self._request.constants
         reads, problems = reads_of(traced.guards, module, constants)
         problems += [
@@ -361,7 +408,7 @@ class _Stages:
             if b.kind == "constant"
         ]
         files = {f: d for f in files_of(traced.guards, module) if (d := file_digest(f))}
-        image = image_of(traced, partition, reads=reads, files=files)
+        image = image_of(traced, partition, plan, reads=reads, files=files)
         unique = partition.unique()
         with _phase("compile", self._seconds, self._progress, total=len(unique)):
             self._artifacts.prepare_toolchain()
@@ -383,7 +430,7 @@ class _Stages:
         with _phase("split", self._seconds, self._progress):
             names = config.partition
             partition = partition_fx(traced, names.splitting_ops, names.extra_splitting_ops)
-            if inductor:
+            if inductor and config.partition.strategy is Strategy.FX:
                 check_aliases(partition)
         return traced, partition
 
@@ -470,6 +517,7 @@ def _capture(
         warmup_calls=config.capture.warmup_calls,
         memory_budget=config.capture.memory_budget,
         uniform_query_len=config.capture.uniform_query_len,
+        profile_ranges=config.debug.profile_ranges,
     )
     progress.start("capture", len(wanted))
     with _capture_stream(workspace):
@@ -511,16 +559,18 @@ def _self_check(runner: Runner, samples: Samples) -> None:
 # ---- parts ---------------------------------------------------------------------------------------
 
 
-def _workspace(built: Built) -> Workspace:
+def _workspace(
+    request: Request, bindings: Sequence[Binding], tensors: Mapping[str, torch.Tensor]
+) -> Workspace:
     """Allocate the static memory of a runner."""
-    request = built.request
     config, spec = request.config, request.bundle.attention
-    max_tokens = max(built.sizes)
+    sizes, _ = usable_sizes(config)
+    max_tokens = max(sizes)
     max_reqs = config.attention.max_num_reqs or max_tokens
-    geometry, attention = None, None
-    if spec is not None and built.attention is not None:
+    geometry, attention, backend = None, None, _attention_of(request)
+    if spec is not None and backend is not None:
         geometry = cache_geometry(config, spec, max_tokens=max_tokens, max_reqs=max_reqs)
-        attention = built.attention(
+        attention = backend(
             spec,
             num_blocks=geometry.num_blocks,
             block_size=geometry.block_size,
@@ -529,13 +579,22 @@ def _workspace(built: Built) -> Workspace:
         )
     return Workspace(
         inputs=request.inputs,
-        bindings=built.image.spec.bindings,
-        tensors=built.image.bind(tensors_of(request.bundle.module)),
+        bindings=bindings,
+        tensors=tensors,
         max_tokens=max_tokens,
         max_reqs=max_reqs,
         attention=attention,
         geometry=geometry,
         device=request.device,
+    )
+
+
+def _samples(request: Request, workspace: Workspace) -> Samples:
+    return Samples(
+        workspace,
+        request.bundle.make_inputs,
+        seed=request.config.seed,
+        query_len=request.config.capture.uniform_query_len,
     )
 
 

@@ -24,11 +24,39 @@ from pcgsvc.rows import decode, digest, encode_row, find_target, refs
 from pcgsvc.traced import Binding, TracedGraph
 
 
+@dataclass(frozen=True, kw_only=True)
+class Boundaries:
+    """The splitting ops that a piece calls by itself, where it is not cut beforehand."""
+
+    names: frozenset[str]
+    order: tuple[str, ...] | None
+    """In the order of the trace; None: not traced."""
+    rows: tuple[tuple[int, ...], ...] | None
+    """Per boundary: places of the written arguments whose first dimension is the row count, or
+    (-1,) for a result that has it; None: not traced."""
+    in_place_only: bool = False
+    """Whether a splitting op that returns a tensor is an error."""
+
+
+def boundaries_of(document: Mapping[str, Any]) -> Boundaries | None:
+    """Return the boundaries that a piece's document names, or None for a region."""
+    listed = document.get("boundaries")
+    if listed is None:
+        return None
+    return Boundaries(
+        names=frozenset(name for name, _ in listed),
+        order=tuple(name for name, _ in listed),
+        rows=tuple(tuple(rows) for _, rows in listed),
+    )
+
+
 class CompiledPiece(Protocol):
     """What a compiler makes of a unique piece."""
 
     opaque: bool
     """Whether its kernels are invisible to a recorder that listens to dispatched ops."""
+    boundaries: Boundaries | None
+    """The splitting ops that it calls by itself; None: it is a region."""
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the piece; results in the order of its document's outputs."""
@@ -133,10 +161,16 @@ class Program:
         self._calls = {c.out: BoundCall(c) for s in spec.steps for c in s.calls}
 
     @property
-    def splitting_calls(self) -> list[BoundCall]:
-        """The splitting ops in order."""
-        calls = (c for s in self.spec.steps for c in s.calls if c.splitting is not None)
-        return [self._calls[c.out] for c in calls]
+    def boundaries(self) -> tuple[str, ...] | None:
+        """The splitting ops that a run must meet, in order; None when that is not known."""
+        names: list[str] = []
+        for step in self.spec.steps:
+            within = self.pieces[step.piece].boundaries if step.piece is not None else None
+            if within is not None and within.order is None:
+                return None
+            names += within.order or () if within is not None else ()
+            names += (c.splitting for c in step.calls if c.splitting is not None)
+        return tuple(names)
 
     def source_line(self, filename: str, line: int) -> str | None:
         """Return the line of a piece's generated source that a traceback points to, or None."""

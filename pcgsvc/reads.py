@@ -12,12 +12,17 @@ standard library or this package: their versions are.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import importlib
+import importlib.util
 import inspect
+import json
+import os
 import sys
+import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +45,6 @@ _NOT_READ = {
     "TORCH_FUNCTION_STATE": "a runner fixes it",
     "DEFAULT_DEVICE": "numerics flags are in the key",
 }
-_OTHERS = ("torch", "numpy", "pcgsvc", *sys.stdlib_module_names)
 _ROOTS = ("names", "tensors", "traced")
 """Locals of our own traced function."""
 
@@ -78,8 +82,8 @@ def reads_of(
         if key in found or guard.kind in _NOT_READ or not _is_users(guard.source):
             continue
         try:
-            read = Read(guard.source, guard.kind, _form(guard.kind, guard.value))
-            again = _form(guard.kind, scope.read(guard.source))
+            read = Read(guard.source, guard.kind, scope.form(guard.kind, guard.value))
+            again = scope.form(guard.kind, scope.read(guard.source))
         except NotCanonicalError as error:
             problems.append(f"{guard.source}: {error}")
             continue
@@ -97,7 +101,7 @@ def first_difference(
     scope = _Scope(module, constants)
     for read in reads:
         try:
-            now = _form(read.kind, scope.read(read.source))
+            now = scope.form(read.kind, scope.read(read.source))
         except NotCanonicalError as error:
             return f"{read.source}: {error}"
         if now != read.form:
@@ -105,40 +109,114 @@ def first_difference(
     return None
 
 
-def files_of(guards: Sequence[Guard], module: Any) -> list[str]:
-    """Return the source files of the module's classes and of functions that tracing went into."""
-    files: set[str] = set()
-    if isinstance(module, torch.nn.Module):
-        for sub in module.modules():
-            files |= {f for cls in type(sub).__mro__ if (f := _file(cls))}
-    elif (file := _file(module)) is not None:
-        files.add(file)
-    for guard in guards:
-        if isinstance(guard.value, types.FunctionType) and (file := _file(guard.value)):
-            files.add(file)
-    return sorted(files)
-
-
-def _file(thing: Any) -> str | None:
-    """Return the file that defines a class or function, unless its package's version covers it."""
-    if (getattr(thing, "__module__", None) or "").split(".")[0] in (
-        *sys.stdlib_module_names,
-        "torch",
-    ):
-        return None
-    try:
-        return inspect.getsourcefile(inspect.unwrap(thing))
-    except TypeError:
-        return None
-
-
 def _is_users(source: str) -> bool:
     root = source.removeprefix("G['").split("'")[0].split("[")[0].split(".")[0].split("(")[-1]
     if source.startswith("G['"):
         module = root.removeprefix("__import_").split("_dot_")[0]
         # What a user's module holds counts, its imports of others do not.
-        return module not in _OTHERS and not root.startswith("__builtins")
+        return not (is_versioned(module) or module == "pcgsvc" or root.startswith("__builtins"))
     return bool(source) and root not in _ROOTS
+
+
+@functools.cache
+def is_versioned(module: str) -> bool:
+    """Whether a module is torch's, numpy's or Python's own, so that a version says all of it."""
+    top = module.split(".")[0]
+    if top not in sys.stdlib_module_names:
+        return top in ("torch", "numpy")
+    # A user's script folder comes first on the path: their `types.py` is no part of Python.
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return file is None or os.path.realpath(file).startswith(_STDLIB)
+
+
+_STDLIB = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+
+
+# ---- source files --------------------------------------------------------------------------------
+
+
+def files_of(guards: Sequence[Guard], module: Any) -> list[str]:
+    """Return the source files of the classes and functions that tracing went into.
+
+    By the name of the module that they hold, where there is one: a stored program shall not mind
+    where a package lies, and shall notice when the name leads to another file. By path otherwise.
+    """
+    things: list[Any] = [module]
+    if isinstance(module, torch.nn.Module):
+        things = [type(sub) for sub in module.modules()]
+    for guard in guards:
+        value = guard.value
+        if isinstance(value, (type, types.FunctionType, types.MethodType)):
+            things.append(value)
+        elif guard.kind in ("TYPE_MATCH", "ID_MATCH"):  # its methods, or its members
+            things.append(type(value))
+    found = {place for thing in things for part in _parts(thing) if (place := _place(part))}
+    return sorted(found)
+
+
+def path_of(place: str) -> str | None:
+    """Return the path of a file that `files_of` named; None if there is no such file now."""
+    if os.sep in place:
+        return place
+    known = sys.modules.get(place)
+    if known is not None:
+        return _source_path(getattr(known, "__file__", None))
+    try:
+        spec = importlib.util.find_spec(place)
+    except Exception:  # a parent package is imported for it, and may do anything
+        return None
+    return None if spec is None else _source_path(spec.origin)
+
+
+def sources_of(module: Any) -> dict[str, str]:
+    """Return the files of `files_of` that are known without tracing: a name without folder, path.
+
+    The name is the same in every process, wherever the package lies.
+    """
+    found = {}
+    for place in files_of([], module):
+        path = path_of(place)
+        if path is not None:
+            above = [] if os.sep in place else place.split(".")[:-1]
+            if os.path.basename(path) == "__init__.py":
+                above = place.split(".")
+            found["/".join([*above, os.path.basename(path)])] = path
+    return found
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """Yield what a class or callable is made of: base classes, wrappers and the wrapped."""
+    if isinstance(thing, type):
+        yield from (c for c in thing.__mro__ if not is_versioned(c.__module__))
+    elif isinstance(thing, types.MethodType):
+        yield from _parts(thing.__func__)
+        yield from _parts(type(thing.__self__))
+    elif isinstance(thing, functools.partial):
+        yield from _parts(thing.func)
+    elif isinstance(thing, types.FunctionType):
+        if not is_versioned(thing.__module__ or "?"):
+            yield thing
+        if hasattr(thing, "__wrapped__"):
+            yield from _parts(thing.__wrapped__)
+    elif not isinstance(thing, (types.BuiltinFunctionType, types.ModuleType)):
+        yield from _parts(type(thing))
+
+
+def _place(thing: Any) -> str | None:
+    """Return the module's name, or the path, of the file that defines a class or function."""
+    try:
+        file = inspect.getsourcefile(thing)
+    except (TypeError, OSError):  # built in, or typed in
+        return None
+    if file is None:
+        return None
+    name = getattr(thing, "__module__", None) or ""
+    module = getattr(sys.modules.get(name), "__file__", None)
+    return name if _source_path(module) == _source_path(file) else os.path.abspath(file)
+
+
+def _source_path(file: str | None) -> str | None:
+    return None if file is None else os.path.abspath(file)
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -162,6 +240,8 @@ class _Scope:
             "__builtins__": {"type": type, "dict": dict, "list": list, "tuple": tuple, "len": len},
         }
 
+        self._classes: dict[type, list[Any]] = {}
+
     def read(self, source: str) -> Any:
         """Evaluate one source; it came from Dynamo, or from a stored program that is trusted."""
         try:
@@ -169,17 +249,27 @@ class _Scope:
         except Exception as error:
             raise NotCanonicalError(f"cannot be read ({type(error).__name__}: {error})") from error
 
+    def form(self, kind: str, value: Any) -> Any:
+        """Return what a guard of this kind compares, in JSON types."""
+        if kind in ("TYPE_MATCH", "NN_MODULE", "CLASS_MATCH"):
+            cls = value if kind == "CLASS_MATCH" else type(value)
+            if isinstance(cls, type):
+                if cls not in self._classes:
+                    self._classes[cls] = identity(cls)
+                return self._classes[cls]
+        try:
+            return _form(kind, value)
+        except RecursionError:
+            raise NotCanonicalError("it holds itself") from None
+
 
 # ---- forms ---------------------------------------------------------------------------------------
 
 
 def _form(kind: str, value: Any) -> Any:
-    """Return what a guard of this kind compares, in JSON types."""
-    if kind in ("TYPE_MATCH", "NN_MODULE"):
-        return name_of(type(value))
     if kind in ("SEQUENCE_LENGTH", "TUPLE_ITERATOR_LEN", "EMPTY_NN_MODULE_HOOKS_DICT"):
         return [name_of(type(value)), len(value)]
-    if kind in ("DICT_KEYS_MATCH", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "DICT_VERSION"):
+    if kind in ("DICT_KEYS_MATCH", "DICT_CONTAINS", "DICT_NOT_CONTAINS"):
         return [canonical(k) for k in value]
     if kind in ("SET_CONTAINS", "SET_NOT_CONTAINS"):
         return canonical(value)
@@ -196,14 +286,22 @@ def identity(value: Any) -> Any:
         return ["module", value.__name__]
     if torch_private.is_torch_op(value):
         return ["op", str(value)]
-    if isinstance(value, types.FunctionType):
+    if isinstance(value, (types.FunctionType, types.MethodType)):
         return ["function", name_of(value), code_digest(value)]
-    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+    if isinstance(value, enum.Enum):
+        return canonical(value)
+    if isinstance(value, type):
+        users = any(not is_versioned(c.__module__) for c in value.__mro__)
+        return ["class", name_of(value), *([class_digest(value)] if users else [])]
+    if callable(value) and hasattr(value, "__qualname__"):
         return ["named", name_of(value)]
     if isinstance(value, torch.nn.Module):
         return ["instance", name_of(type(value))]
     if type(value).__module__.split(".")[0] == "torch" and not isinstance(value, torch.Tensor):
-        return ["torch", str(value)]
+        text = str(value)
+        if " at 0x" in text:
+            raise NotCanonicalError(f"a {name_of(type(value))} has no form that can be written")
+        return ["torch", text]
     return canonical(value)
 
 
@@ -213,46 +311,138 @@ def canonical(value: Any) -> Any:
     Raises:
         NotCanonicalError: it has no such form.
     """
-    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+    if isinstance(value, enum.Enum):
+        return ["enum", name_of(type(value)), value.name, _or_type(value.value)]
+    if value is None or type(value) in (int, str):
         return value
+    if isinstance(value, bool):  # 1 == True for Python's comparisons, but not for torch
+        return ["bool", value]
     if isinstance(value, (float, complex)):
         return [type(value).__name__, repr(value)]
-    if isinstance(value, enum.Enum):
-        return ["enum", name_of(type(value)), value.name]
+    if isinstance(value, bytes):
+        return ["bytes", value.hex()]
+    if isinstance(value, (int, str)):
+        base = int if isinstance(value, int) else str
+        return [name_of(type(value)), base(value)]
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return ["torch", str(value)]
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return [type(value).__name__, canonical(value.item())]
     if isinstance(value, (list, tuple)):
         return [type(value).__name__, [canonical(v) for v in value]]
     if isinstance(value, (set, frozenset)):
-        return [type(value).__name__, sorted((canonical(v) for v in value), key=str)]
+        return [type(value).__name__, sorted((canonical(v) for v in value), key=json.dumps)]
     if isinstance(value, Mapping):
         return ["dict", [[canonical(k), canonical(v)] for k, v in value.items()]]
     if isinstance(value, (slice, range)):
         parts = (value.start, value.stop, value.step)
         return [type(value).__name__, [canonical(v) for v in parts]]
     if isinstance(value, types.CodeType):
-        return ["code", value.co_name, _code_digest(value)]
-    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)):
+        return ["code", value.co_name, _digest(_code_words(value))]
+    if isinstance(value, functools.partial):
+        parts = (value.args, value.keywords)
+        return ["partial", identity(value.func), *(canonical(v) for v in parts)]
+    if isinstance(value, (types.MethodType, types.BuiltinFunctionType, type, types.ModuleType)):
+        return identity(value)
+    if isinstance(value, types.FunctionType):
         return identity(value)
     raise NotCanonicalError(f"a {name_of(type(value))} has no form that can be written down")
 
 
 def name_of(thing: Any) -> str:
-    """Return the qualified name of a class or function."""
-    return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', repr(thing))}"
+    """Return the qualified name of a class or function; of another object, its class's."""
+    if not hasattr(thing, "__qualname__"):
+        thing = type(thing)  # never a repr: it may hold an address
+    return f"{getattr(thing, '__module__', '?')}.{thing.__qualname__}"
 
 
-def code_digest(function: Callable[..., Any]) -> str:
-    """Return a digest of what a Python function does: its code, names and constants."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return name_of(function)
-    return _code_digest(code)
+# ---- code ----------------------------------------------------------------------------------------
 
 
-def _code_digest(code: types.CodeType) -> str:
-    text = "\n".join(_code_words(code))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def code_digest(function: Any) -> str:
+    """Return a digest of what a Python callable does: code, defaults, and what it wraps.
+
+    Values in closures are left to Dynamo's guards; functions in them are followed.
+    """
+    return _digest(_words(function, set()))
+
+
+def class_digest(cls: type) -> str:
+    """Return a digest of a class: the code of its methods and the names of its attributes.
+
+    Dynamo goes into methods without a guard on them. Base classes are part of it, but for those
+    of torch and of Python.
+    """
+    return _digest(_class_words(cls, set()))
+
+
+def _digest(words: Iterator[str]) -> str:
+    text = "\n".join(words)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def _words(thing: Any, seen: set[int]) -> Iterator[str]:
+    """Yield what decides a callable, each object once."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    yield name_of(thing)
+    if isinstance(thing, types.FunctionType):
+        yield from _code_words(thing.__code__)
+        yield json.dumps([_or_type(thing.__defaults__), _or_type(thing.__kwdefaults__)])
+        yield from _closure_words(thing, seen)
+    elif isinstance(thing, types.MethodType):
+        yield from _words(thing.__func__, seen)
+        yield from _words(type(thing.__self__), seen)
+    elif isinstance(thing, functools.partial):
+        yield from _words(thing.func, seen)
+        yield json.dumps([_or_type(thing.args), _or_type(thing.keywords)])
+    elif isinstance(thing, type):
+        yield from _class_words(thing, seen)
+    elif not isinstance(thing, types.BuiltinFunctionType):
+        yield from _class_words(type(thing), seen)
+    if hasattr(thing, "__wrapped__"):  # functools.lru_cache has no closure
+        yield from _words(thing.__wrapped__, seen)
+
+
+def _closure_words(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
+    for cell in function.__closure__ or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if isinstance(held, (types.FunctionType, types.MethodType, functools.partial)):
+            yield from _words(held, seen)
+
+
+def _class_words(cls: type, seen: set[int]) -> Iterator[str]:
+    for part in cls.__mro__:
+        if is_versioned(part.__module__):
+            continue
+        yield name_of(part)
+        for name, value in sorted(vars(part).items()):
+            if name in _NO_CODE or (name.startswith("__") and not callable(value)):
+                continue
+            yield name
+            for function in _functions_in(value):
+                yield from _words(function, seen)
+
+
+_NO_CODE = ("__dict__", "__weakref__", "__doc__", "__annotate__", "__annotate_func__", "__class__")
+
+
+def _functions_in(value: Any) -> Iterator[Any]:
+    """Yield the functions behind a class attribute."""
+    if isinstance(value, property):
+        yield from (f for f in (value.fget, value.fset) if f is not None)
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__
+    elif isinstance(value, functools.cached_property):
+        yield value.func
+    elif isinstance(value, (types.FunctionType, functools.partial)):
+        yield value
+    elif hasattr(value, "__wrapped__") and callable(value):
+        yield value.__wrapped__
 
 
 def _code_words(code: types.CodeType) -> Iterator[str]:
@@ -263,6 +453,14 @@ def _code_words(code: types.CodeType) -> Iterator[str]:
             yield from _code_words(constant)
         else:
             yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
+
+
+def _or_type(value: Any) -> Any:
+    """Return a value's form, or its class's name where it has none."""
+    try:
+        return canonical(value)
+    except (NotCanonicalError, RecursionError):
+        return ["?", name_of(type(value))]
 
 
 def _short(form: Any) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +25,8 @@ from pcgsvc.disk.envelope import AbsentError, Entry, Kind, check_key, encode
 from pcgsvc.disk.lookup import Built, Counts, Lookup, Made
 from pcgsvc.disk.reports import CheckReport, FactDifference, Nearest, ProgramInfo
 from pcgsvc.disk.scratch import CompilerDirs, Scratch
-from pcgsvc.disk.table import WriteError
 from pcgsvc.disk.usage import no_eviction
+from pcgsvc.disk.writer import WriteError
 from pcgsvc.errors import CacheError
 
 __all__ = [
@@ -148,11 +147,11 @@ class Store:
         Raises:
             CacheError: a malformed key, an empty manifest, or facts that JSON cannot hold.
         """
-        return self.put(_new(Kind.PROGRAM, key, Built(manifest, facts, pieces)))
+        return self.put(Built(manifest, facts, pieces).entry(Kind.PROGRAM, key))
 
     def put_piece(self, key: str, value: bytes, *, facts: Mapping[str, Any]) -> bool:
         """Store a piece; see `put_program`."""
-        return self.put(_new(Kind.PIECE, key, Built(value, facts)))
+        return self.put(Built(value, facts).entry(Kind.PIECE, key))
 
     def read(self, kind: Kind, key: str) -> Entry:
         """Return a whole entry, in `refresh` mode too; counts nothing and holds nothing.
@@ -165,12 +164,7 @@ class Store:
         return self._entries.table.read(kind, key)
 
     def put(self, entry: Entry, *, in_use: bool = True) -> bool:
-        """Store a whole entry as it is; see `put_program`.
-
-        Args:
-            entry: with its time of creation.
-            in_use: keep it from eviction until `close`.
-        """
+        """Store a whole entry as it is; see `put_program`. `in_use`: until `close`."""
         if self._entries is None or self._closed:
             encode(entry)  # a caller's mistake is an error in every mode
             return False
@@ -198,21 +192,13 @@ class Store:
 
     def _count(self, kind: Kind, key: str, miss: str | None) -> None:
         with self._mutex:
-            if miss is None:
-                self.counts.hits += 1
-            else:
-                self.counts.misses += 1
-                self.counts.miss_reasons.append(f"{kind.value} {key[:12]}: {miss}")
+            self.counts.add(kind, key, miss)
 
     # ---- one builder per key ---------------------------------------------------------------------
 
     @contextlib.contextmanager
     def lock(self, key: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[bool]:
-        """Keep other processes, and other threads, from building the same.
-
-        Args:
-            key: of whatever is built.
-            timeout_s: how long to wait for another holder; a killed one frees it at once.
+        """Keep other processes and threads from building the same; a killed holder frees it.
 
         Yields:
             Whether the lock is held. True as well where nothing is stored, and so nobody could
@@ -263,7 +249,7 @@ class Store:
                 key[:12],
             )
         built = build()
-        stored = store and self.put(_new(kind, key, built))
+        stored = store and self.put(built.entry(kind, key))
         return Made(built.value, built.facts, tuple(built.pieces), miss, stored)
 
     # ---- the whole store -------------------------------------------------------------------------
@@ -361,14 +347,3 @@ class Store:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _new(kind: Kind, key: str, built: Built) -> Entry:
-    return Entry(
-        kind=kind,
-        key=key,
-        payload=built.value,
-        facts=built.facts,
-        pieces=tuple(built.pieces),
-        created=time.time(),
-    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -191,6 +192,20 @@ def inductor_compile(
     return torch._inductor.standalone_compile(
         module, list(inputs), dynamic_shapes="from_graph", aot=True, options=options
     )
+
+
+def partition_options(names: Sequence[str]) -> dict[str, Any]:
+    """Return the Inductor options that make custom ops partition borders, by `ns::op`."""
+    import torch._inductor.config as inductor_config
+
+    spelled = [s for n in names for s in (n, f"{n}.default", n.replace("::", "."))]
+    wanted = {"graph_partition": True, "custom_should_partition_ops": spelled}
+    return {name: v for name, v in wanted.items() if hasattr(inductor_config, name)}
+
+
+def count_kernels(source: str) -> int:
+    """Return how many kernel launches and library calls generated source contains."""
+    return len(re.findall(r"\.run\(|extern_kernels\.\w+\(|cpp_fused\w*\(|kernel_cpp_\d+\(", source))
 
 
 def inductor_source(artifact: Any) -> str:

@@ -51,7 +51,7 @@ def trace(
     examples = [_example(spec, size) for spec in inputs]
     seen = Seen(examples)
     function = _fresh_function(module, [spec.name for spec in inputs], constants)
-    before = _Attributes(module)
+    before = Attributes(module)
     try:
         with torch.no_grad():
             result = torch_private.dynamo_trace(function, examples, seen.backend, seen.guard_sink)
@@ -118,7 +118,7 @@ def _explain(error: Exception) -> str:
     )
 
 
-class _Attributes:
+class Attributes:
     """The Python state of a module tree, to put back after tracing."""
 
     def __init__(self, module: Callable[..., Any]) -> None:

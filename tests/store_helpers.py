@@ -7,6 +7,8 @@ import hashlib
 import os
 import random
 import sqlite3
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -116,3 +118,38 @@ def shared_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="pcgsvc-test-") as name:
         Path(name).chmod(0o755)
         yield Path(name)
+
+
+def expect_rebuilt(root: Path) -> None:
+    """A later run stores again what is missing, and the store is sound then."""
+    with open_store(root) as store:
+        rebuild(store)
+    with open_store(root) as store:
+        assert misses(store) == []
+        report = store.check(fix=True)
+        if any(problem.what == "database" for problem in report.problems):
+            rebuild(store)  # from damage that no look-up had met
+        assert misses(store) == []
+        assert store.check().problems == []
+
+
+def flip_payload(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def hot_journal(root: Path, statement: str = "SELECT 1") -> None:
+    """Kill a writer inside a transaction that has reached the disk."""
+    code = (
+        "import os, sqlite3, sys\n"
+        "c = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "c.execute('PRAGMA cache_size=1'); c.execute('BEGIN IMMEDIATE')\n"
+        "c.execute(sys.argv[2]); c.execute('CREATE TABLE junk (x)')\n"
+        "for _ in range(200): c.execute('INSERT INTO junk VALUES (zeroblob(1000))')\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    database = root / "store" / "db" / "cache.db"
+    subprocess.run([sys.executable, "-c", code, str(database), statement])
+    journal = database.with_name("cache.db-journal")
+    assert journal.stat().st_size > 0

@@ -1,4 +1,4 @@
-"""The fx partition: where graphs are cut, what crosses a border, what is shared, what is refused."""
+"""The fx partition: where graphs are cut, what crosses, what is shared, what is refused."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def test_a_diagonal_that_is_written_before_a_split_is_read_after_it() -> None:
         y = attended(x)
         return y @ m
 
-    equal(forward, sizes=(8, 4))
+    equal(forward, sizes=(8, 4), self_check=False)  # it mixes rows, so only whole sizes are right
 
 
 def test_order_of_nodes_is_the_order_of_the_program() -> None:

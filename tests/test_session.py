@@ -294,6 +294,7 @@ class _Call:
     """Stands for a compiled piece."""
 
     opaque = False
+    boundaries = None
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -602,7 +603,7 @@ def test_a_model_that_mixes_rows_outside_its_boundaries_is_found_out() -> None:
         return x - x.mean(0)
 
     with pytest.raises(VerifyError, match="padding"):
-        build(forward, mode="full")
+        build(forward, mode="full").close()
 
 
 # ---- inductor ------------------------------------------------------------------------------------
@@ -680,7 +681,9 @@ def test_dump_dir_holds_the_sources_of_the_pieces(tmp_path: Path) -> None:
 
     config = make_config(compiler="inductor", sizes=[4])
     config.debug.dump_dir = str(tmp_path / "dump")
-    pcgsvc.build_runner(lambda x: x.sin() + 1, rows(3), dynamic_dims={"x": 0}, config=config)
+    pcgsvc.build_runner(
+        lambda x: x.sin() + 1, rows(3), dynamic_dims={"x": 0}, config=config
+    ).close()
     assert sorted(p.name for p in (tmp_path / "dump").iterdir()) == [
         "piece_00.fx.py",
         "piece_00.inductor.py",

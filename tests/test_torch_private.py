@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,11 @@ def test_storage_id_is_shared_by_views_and_works_on_fake_tensors() -> None:
             assert private.storage_id(x) != private.storage_id(y)
 
 
+def test_import_compilers_imports_what_was_asked_for() -> None:
+    private.import_compilers(inductor=False)
+    assert "torch._dynamo" in sys.modules
+
+
 # ---- ops -----------------------------------------------------------------------------------------
 
 
@@ -147,6 +153,12 @@ def test_op_name_is_the_same_for_overload_and_packet() -> None:
     assert private.op_name(torch.ops.aten.add.Tensor) == "aten::add"
     assert private.op_name(torch.ops.aten.add) == "aten::add"
     assert private.op_name(torch.add) is None
+
+
+def test_op_schemas_are_those_of_every_overload() -> None:
+    schemas = private.op_schemas(torch.ops.aten.add)
+    assert len(schemas) == len(torch.ops.aten.add.overloads())
+    assert any("Scalar" in s for s in schemas)
 
 
 def test_op_exists_finds_any_overload_and_nothing_else() -> None:
@@ -212,6 +224,31 @@ def test_inductor_serialize_and_deserialize_give_an_equal_artifact(artifact: Any
     again = private.inductor_deserialize(data)
     x = torch.randn(7, 3)
     assert torch.equal(again(7, x)[0], artifact(7, x)[0])
+
+
+def test_inductor_settings_do_not_depend_on_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = private.inductor_settings()
+    monkeypatch.chdir(tmp_path)
+    assert private.inductor_settings() == before
+    assert "max_autotune" in before
+
+
+def test_inductor_defaults_hold_for_the_block_alone() -> None:
+    import torch._inductor.config as settings
+
+    before = settings.cpp_cache_precompile_headers
+    with private.inductor_defaults():
+        assert settings.cpp_cache_precompile_headers is False
+        assert settings.fx_graph_remote_cache is False
+    assert settings.cpp_cache_precompile_headers == before
+
+
+def test_triton_version_is_the_installed_one_or_none() -> None:
+    from importlib.util import find_spec
+
+    assert (private.triton_version() is None) == (find_spec("triton") is None)
 
 
 # ---- memory --------------------------------------------------------------------------------------

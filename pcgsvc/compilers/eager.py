@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pcgsvc.errors import CompileError
+from pcgsvc.program import Boundaries
 from pcgsvc.rows import Document, digest, function_of, python_of
 
 
@@ -18,6 +19,7 @@ class EagerPiece:
     """A piece as plain ops; the results are exactly those of the traced forward."""
 
     opaque = False
+    boundaries: Boundaries | None = None
 
     def __init__(self, document: Document) -> None:
         self._function = function_of(document, "piece")

@@ -15,6 +15,7 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.errors import CompileError
 from pcgsvc.partition.pieces import Piece, graph_module
+from pcgsvc.program import Boundaries, boundaries_of
 
 
 class InductorPiece:
@@ -22,9 +23,12 @@ class InductorPiece:
 
     opaque = True
 
-    def __init__(self, artifact: Any, num_outputs: int) -> None:
+    def __init__(
+        self, artifact: Any, num_outputs: int, boundaries: Boundaries | None = None
+    ) -> None:
         self._artifact = artifact
         self._num_outputs = num_outputs
+        self.boundaries = boundaries
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the piece."""
@@ -40,9 +44,15 @@ class InductorPiece:
         return torch_private.inductor_serialize(self._artifact)
 
     @classmethod
-    def from_bytes(cls, data: bytes, num_outputs: int) -> InductorPiece:
+    def from_bytes(
+        cls, data: bytes, num_outputs: int, boundaries: Boundaries | None = None
+    ) -> InductorPiece:
         """Load an artifact that is trusted."""
-        return cls(torch_private.inductor_deserialize(data), num_outputs)
+        return cls(torch_private.inductor_deserialize(data), num_outputs, boundaries)
+
+    def num_kernels(self) -> int:
+        """Return how many kernels the generated code launches."""
+        return torch_private.count_kernels(torch_private.inductor_source(self._artifact))
 
 
 def compile_piece(
@@ -58,6 +68,9 @@ def compile_piece(
     Raises:
         CompileError: Inductor refused the piece; its message names the piece.
     """
+    boundaries = boundaries_of(piece.document or {})
+    if boundaries is not None:
+        options = {**torch_private.partition_options(sorted(boundaries.names)), **options}
     module = graph_module(piece)
     if not piece.outputs:
         _add_output(module)
@@ -72,7 +85,7 @@ def compile_piece(
         ) from error
     if dump_path is not None:
         dump_path.write_text(torch_private.inductor_source(artifact))
-    return InductorPiece(artifact, len(piece.outputs))
+    return InductorPiece(artifact, len(piece.outputs), boundaries)
 
 
 def _add_output(module: torch.fx.GraphModule) -> None:

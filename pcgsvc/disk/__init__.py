@@ -1,5 +1,7 @@
-"""The parts of the disk store: envelopes, locks, rows, use and budget, reports.
+"""The parts of the disk store, each knowing only those above it.
 
-In: bytes under hex keys. Out: the same bytes or a named miss. Knows nothing of graphs, torch or
-models; callers use `pcgsvc.store.Store`.
+`envelope` (bytes that prove themselves), `file_lock`, `quarantine`, `bytes_disk` (diskcache, cut
+down to bytes), `faults` (what an error means), `reader` and `writer` (of the database), `table`
+(entries, and what happens to damage), `usage` (who uses what, the budget), `lookup` (records),
+`entries` (cache modes), `reports`, `scratch`. Callers use `pcgsvc.store`.
 """

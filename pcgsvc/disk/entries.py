@@ -16,8 +16,9 @@ from pcgsvc.config import CacheMode
 from pcgsvc.disk.envelope import AbsentError, Entry, Kind, MissError, UnavailableError, encode
 from pcgsvc.disk.file_lock import acquire
 from pcgsvc.disk.lookup import Lookup
-from pcgsvc.disk.table import Table, WriteError
+from pcgsvc.disk.table import Table
 from pcgsvc.disk.usage import Pins, enforce_budget
+from pcgsvc.disk.writer import WriteError
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,6 @@ class Entries:
         """
         self.table.clear()
         self.pins.clear()
-        self.table.quarantine.clear()
         with self._mutex:
             self._renewed.clear()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from pcgsvc.disk.envelope import Entry, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,22 @@ class Built:
     """What a builder hands over to be stored."""
 
     value: bytes
+    """Not empty."""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the key was made of: JSON types."""
     pieces: Sequence[str] = ()
+    """Keys of the pieces that a program needs; stored before it."""
+
+    def entry(self, kind: Kind, key: str) -> Entry:
+        """Return what is stored of it, created now."""
+        return Entry(
+            kind=kind,
+            key=key,
+            payload=self.value,
+            facts=self.facts,
+            pieces=tuple(self.pieces),
+            created=time.time(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +77,11 @@ class Counts:
     stored: int = 0
     miss_reasons: list[str] = field(default_factory=list)
     """One per miss: `piece 0123456789ab: digest mismatch`."""
+
+    def add(self, kind: Kind, key: str, miss: str | None) -> None:
+        """Count one look-up, a hit if `miss` is None."""
+        if miss is None:
+            self.hits += 1
+        else:
+            self.misses += 1
+            self.miss_reasons.append(f"{kind.value} {key[:12]}: {miss}")

@@ -16,8 +16,9 @@ from typing import Any
 from pcgsvc.disk.envelope import AbsentError, Entry, Kind, MissError
 from pcgsvc.disk.faults import READ_ERRORS
 from pcgsvc.disk.reader import Record
-from pcgsvc.disk.table import Table, WriteError
+from pcgsvc.disk.table import Table
 from pcgsvc.disk.usage import Pins
+from pcgsvc.disk.writer import WriteError
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from pcgsvc.disk.bytes_disk import row_name
 from pcgsvc.disk.envelope import Entry, Kind, MissError, UnavailableError
 from pcgsvc.disk.file_lock import Held, acquire
 from pcgsvc.disk.reader import Record
-from pcgsvc.disk.table import Table, WriteError
+from pcgsvc.disk.table import Table
+from pcgsvc.disk.writer import WriteError
 from pcgsvc.errors import CacheError
 
 logger = logging.getLogger(__name__)

@@ -60,6 +60,7 @@ class CaptureOptions:
     warmup_calls: int
     memory_budget: int | None
     uniform_query_len: int
+    profile_ranges: bool = False
 
 
 def capture_entries(
@@ -135,7 +136,15 @@ def _capture_one(
             warm_up(program, values, options.warmup_calls)
         warmed = time.perf_counter()
         table.warmup_seconds += warmed - started
-        entry = _record(program, engine, context, values, key, pool_in_use=bool(table.entries))
+        entry = _record(
+            program,
+            engine,
+            context,
+            values,
+            key,
+            pool_in_use=bool(table.entries),
+            ranges=options.profile_ranges,
+        )
         table.capture_seconds += time.perf_counter() - warmed
     _check_boundaries(program, entry, key)
     owned = engine.take_owned() if isinstance(engine, RecordedEngine) else []
@@ -170,12 +179,14 @@ def _record(
     key: Key,
     *,
     pool_in_use: bool,
+    ranges: bool,
 ) -> Entry:
     """Capture one entry, or leave nothing of it behind and say why."""
     mode, descriptor = key
-    session = Session(engine, context, breaks=mode is Mode.PIECEWISE)
+    session = Session(engine, context, breaks=mode is Mode.PIECEWISE, ranges=ranges)
     try:
-        return session.finish(program.run(values, session))
+        with engine.session():
+            return session.finish(program.run(values, session))
     except Exception as error:
         session.abort()
         if isinstance(engine, CudaEngine):
@@ -210,8 +221,8 @@ def _probe(cause: Exception) -> None:
 
 
 def _check_boundaries(program: Program, entry: Entry, key: Key) -> None:
-    traced = tuple(c.call.splitting for c in program.splitting_calls)
-    if entry.boundaries != traced:
+    traced = program.boundaries
+    if traced is not None and entry.boundaries != traced:
         raise CaptureError(
             f"capturing {key[0].value} size {key[1].num_tokens}: the splitting ops hit were "
             f"{list(entry.boundaries)}, those traced were {list(traced)}."

@@ -10,6 +10,8 @@ hundreds, so `capture_begin` and `capture_end` are driven directly and the rest 
 from __future__ import annotations
 
 import bisect
+import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,8 +53,12 @@ class CudaEngine:
         """See `Engine.end`."""
         graph = self._graph
         assert graph is not None, "no segment is open"
-        graph.capture_end()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            graph.capture_end()
         self._graph = None
+        if any("CUDA Graph is empty" in str(w.message) for w in said):
+            return None
         graph.replay()
         return graph.replay
 
@@ -68,6 +74,14 @@ class CudaEngine:
     def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
         """See `Engine.run_piece`."""
         return piece(*args)
+
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        """See `Engine.session`."""
+        return contextlib.nullcontext()
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """See `Engine.made`."""
+        return self._in_pool(tensor.untyped_storage().data_ptr())
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Engine.hold`: memory of the pool is held weakly, everything else strongly."""

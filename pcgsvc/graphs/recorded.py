@@ -10,7 +10,8 @@ Recording a segment executes it, so `end` need not replay it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,12 +52,16 @@ def _forbidden(what: str, why: str) -> CaptureError:
 
 
 class _HostReads(TorchFunctionMode):
-    """Catches what never reaches a dispatch mode."""
+    """Catches, inside segments, what never reaches a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        why = _HOST_FUNCTIONS.get(func)
+        why = _HOST_FUNCTIONS.get(func) if self.active else None
         if why is not None:
             raise _forbidden(getattr(func, "__name__", str(func)), why)
         return func(*args, **(kwargs or {}))
@@ -127,8 +132,19 @@ class RecordedEngine:
     name = "recorded"
 
     def __init__(self) -> None:
-        self._modes: tuple[_HostReads, _Recorder] | None = None
+        self._reads = _HostReads()
+        self._recorder: _Recorder | None = None
         self._current: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """See `Engine.session`.
+
+        The function mode lasts for the whole session and is told when a segment is open: a break
+        may be met inside a call that the mode itself is handling, where it cannot be left.
+        """
+        with self._reads:
+            yield
 
     def begin(self) -> None:
         """See `Engine.begin`."""
@@ -148,22 +164,20 @@ class RecordedEngine:
 
     def abort(self) -> None:
         """See `Engine.abort`."""
-        if self._modes is not None:
+        if self._recorder is not None:
             self._leave()
         self._current = []
 
     def _enter(self, recorder: _Recorder) -> None:
-        reads = _HostReads()
-        reads.__enter__()  # type: ignore[no-untyped-call]
         recorder.__enter__()  # type: ignore[no-untyped-call]
-        self._modes = (reads, recorder)
+        self._recorder = recorder
+        self._reads.active = True
 
     def _leave(self) -> _Recorder:
-        assert self._modes is not None, "no segment is open"
-        reads, recorder = self._modes
-        self._modes = None
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None, "no segment is open"
+        self._reads.active = False
         recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return recorder
 
     def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
@@ -183,6 +197,11 @@ class RecordedEngine:
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Engine.hold`; host memory is held strongly."""
         return tensor
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """See `Engine.made`."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(t.untyped_storage().data_ptr() == address for t in self._current)
 
     # -- what the segments own --
 

@@ -11,6 +11,7 @@ ever sees what has not been computed. FULL is the same session with breaks off: 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,18 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from pcgsvc import torch_private
 from pcgsvc.errors import CaptureError
+from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import ForwardContext
-from pcgsvc.program import BoundCall, CompiledPiece, padded_tensors, zero_padding
+from pcgsvc.ops.registry import find_spec
+from pcgsvc.program import (
+    Boundaries,
+    BoundCall,
+    CompiledPiece,
+    padded_tensors,
+    zero_padding,
+)
 
 Step = Callable[[], Any]
 
@@ -42,6 +52,12 @@ class Engine(Protocol):
 
     def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
         """Run a compiled piece inside the segment."""
+
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block around a whole session."""
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether a segment of this runner allocated the tensor's memory."""
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same memory, to be bound to a step.
@@ -76,38 +92,138 @@ class Entry:
 class Session:
     """Executes a program while capturing it. Used once, by one thread."""
 
-    def __init__(self, engine: Engine, context: ForwardContext, *, breaks: bool) -> None:
+    def __init__(
+        self, engine: Engine, context: ForwardContext, *, breaks: bool, ranges: bool = False
+    ) -> None:
         self._engine = engine
         self._context = context
         self._breaks = breaks
+        self._ranges = ranges
         self._steps: list[tuple[str, bool, Step]] = []
         self._boundaries: list[str] = []
+        self.frozen: list[tuple[Any, ...]] = []
+        """Per boundary: the arguments that are no tensors, and so are frozen."""
         self._keep: list[Any] = []
         self._open: list[str] = []
         """Names of the pieces in the open segment; empty when none is open."""
+        self._within: str | None = None
+        """The piece that runs now and calls splitting ops itself."""
 
     # -- Executor --
 
     def region(self, name: str, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
-        """Run a region inside the current segment."""
+        """Run a region inside the current segment, or several that the piece breaks itself."""
+        if piece.boundaries is None:
+            self._begin(name)
+            return self._engine.run_piece(piece, args)
+        self._within = name
         self._begin(name)
-        return self._engine.run_piece(piece, args)
+        try:
+            with _Listener(self, piece.boundaries), handle_breaks(self):
+                return self._engine.run_piece(piece, args)
+        finally:
+            self._within = None
 
     def splitting(self, call: BoundCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Break the segment at a splitting op, or capture the op when breaks are off."""
-        name = call.call.splitting or call.call.row[1]
+
+        def padded(result: Any) -> list[torch.Tensor]:
+            return padded_tensors(call, args, kwargs, result)
+
+        name = call.call.splitting or str(call.call.row[1])
+        return self._at_break(name, call.kernel, args, kwargs, padded)
+
+    # -- breaks that a piece reaches by itself --
+
+    def at_op(self, func: Any, at: int, boundaries: Boundaries, args: Any, kwargs: Any) -> Any:
+        """Run a splitting op that was called through the dispatcher."""
+        name = str(func._schema.name)
+        spec = find_spec(name)
+        done = spec is not None and spec.zeroes_padding
+
+        def padded(result: Any) -> list[torch.Tensor]:
+            return [] if done else self._row_wise(func, at, boundaries, args, kwargs, result)
+
+        kernel = spec.kernel if spec is not None else func
+        result = self._at_break(name, kernel, list(args), dict(kwargs), padded)
+        if boundaries.in_place_only:
+            self._refuse_fresh(name, result)
+        return result
+
+    def at_function(
+        self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a Python function marked with `eager_break`; see `BreakHandler`."""
+        if not self._breaks:
+            raise CaptureError(
+                f"{name}: an eager_break is met in a full graph; it runs between graphs only. Use "
+                "mode=piecewise."
+            )
+        result = self._at_break(name, function, list(args), kwargs, lambda result: [])
+        self._refuse_fresh(name, result)
+        return result
+
+    def _row_wise(
+        self, func: Any, at: int, boundaries: Boundaries, args: Any, kwargs: Any, result: Any
+    ) -> list[torch.Tensor]:
+        """Return the tensors whose padding rows must be zero after a splitting op."""
+        rows = boundaries.rows[at] if boundaries.rows is not None else None
+        written = [
+            (n, args[n] if n < len(args) else kwargs.get(a.name))
+            for n, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        if rows is not None:
+            found = [t for n, t in written if n in rows]
+            return found or ([result] if rows == (-1,) else [])
+        # Not traced: memory that a segment of this session made, with the step's rows, is row-wise;
+        # a cache that happens to have as many rows is not such memory.
+        size = self._context.padded_tokens
+        return [
+            t
+            for _, t in written
+            if isinstance(t, torch.Tensor)
+            and t.dim() > 0
+            and t.shape[0] == size
+            and self._engine.made(t)
+        ]
+
+    @staticmethod
+    def _refuse_fresh(name: str, result: Any) -> None:
+        if any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(result)):
+            raise CaptureError(
+                f"{name}: a break returned a tensor. The next graph reads the memory of the "
+                "capture run, not what a later call returns: let the break write into a buffer "
+                "that it is given, and return nothing."
+            )
+
+    # -- all breaks --
+
+    def _at_break(
+        self,
+        name: str,
+        kernel: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        padded_of: Callable[[Any], list[torch.Tensor]],
+    ) -> Any:
         self._boundaries.append(name)
+        leaves = pytree.tree_leaves([args, kwargs])
+        self.frozen.append(tuple(v for v in leaves if not isinstance(v, torch.Tensor)))
         if not self._breaks:
             self._begin(name)
-            result = call.kernel(*args, **kwargs)
-            self._mask_padding(padded_tensors(call, args, kwargs, result))
+            result = kernel(*args, **kwargs)
+            self._mask_padding(padded_of(result))
             return result
         self._end()
-        result = call.kernel(*args, **kwargs)
-        padded = padded_tensors(call, args, kwargs, result)
-        zero_padding(padded)
-        result, step = self._bind(call, args, kwargs, result, padded)
+        with handle_breaks(None):
+            result = kernel(*args, **kwargs)
+            padded = padded_of(result)
+            zero_padding(padded)
+        result, step = self._bind(name, kernel, args, kwargs, result, padded)
         self._steps.append((name, False, step))
+        if self._within is not None:
+            self._begin(self._within)
         return result
 
     def finish(self, outputs: Sequence[Any]) -> Entry:
@@ -115,7 +231,7 @@ class Session:
         self._end()
         held = [self._engine.hold(t) for t in outputs]
         return Entry(
-            steps=tuple(s for _, _, s in self._steps),
+            steps=tuple(_ranged(n, s) if self._ranges else s for n, _, s in self._steps),
             names=tuple(n for n, _, _ in self._steps),
             is_region=tuple(r for _, r, _ in self._steps),
             outputs=held,
@@ -153,7 +269,8 @@ class Session:
 
     def _bind(
         self,
-        call: BoundCall,
+        name: str,
+        kernel: Callable[..., Any],
         args: list[Any],
         kwargs: dict[str, Any],
         result: Any,
@@ -166,15 +283,16 @@ class Session:
 
         held_args = pytree.tree_map(hold, args)
         held_kwargs = pytree.tree_map(hold, kwargs)
-        run = functools.partial(call.kernel, *held_args, **held_kwargs)
+        run = functools.partial(kernel, *held_args, **held_kwargs)
         fresh = _fresh_tensors(result, [*args, *kwargs.values()])
         if fresh:
             # A functional op gives new memory each time; the next segment needs a fixed address.
             bridges = [t.clone() for t in fresh]
             self._keep += bridges
             swap = {id(t): b for t, b in zip(fresh, bridges, strict=True)}
+            rows = [swap[id(t)] for t in padded if id(t) in swap]
             result = pytree.tree_map(lambda t: swap.get(id(t), t), result)
-            return result, _bridged(run, bridges, call)
+            return result, _bridged(run, bridges, name, rows)
         if padded:
             return result, _zeroing(run, [hold(t) for t in padded])
         return result, run
@@ -201,20 +319,17 @@ def _fresh_tensors(result: Any, inputs: Sequence[Any]) -> list[torch.Tensor]:
     ]
 
 
-def _bridged(run: Step, bridges: list[torch.Tensor], call: BoundCall) -> Step:
-    rows = call.call.row_result
-
+def _bridged(run: Step, bridges: list[torch.Tensor], name: str, rows: list[torch.Tensor]) -> Step:
     def step() -> None:
         fresh = [t for t in pytree.tree_leaves(run()) if isinstance(t, torch.Tensor)]
         for bridge, tensor in zip(bridges, fresh, strict=True):
             if bridge.shape != tensor.shape:
                 raise CaptureError(
-                    f"{call.call.splitting}: gave shape {tuple(tensor.shape)}, at capture it gave "
+                    f"{name}: gave shape {tuple(tensor.shape)}, at capture it gave "
                     f"{tuple(bridge.shape)}; a splitting op between graphs must keep its shape."
                 )
             bridge.copy_(tensor)
-        if rows:
-            zero_padding(bridges)
+        zero_padding(rows)
 
     return step
 
@@ -225,3 +340,31 @@ def _zeroing(run: Step, tensors: list[torch.Tensor]) -> Step:
         zero_padding(tensors)
 
     return step
+
+
+def _ranged(name: str, step: Step) -> Step:
+    """Wrap a step in a profiler range that carries its piece's name."""
+
+    def ranged() -> None:
+        with torch.profiler.record_function(name):
+            step()
+
+    return ranged
+
+
+class _Listener(torch_private.RecordingMode):
+    """Hears the splitting ops that a piece calls through the dispatcher."""
+
+    def __init__(self, session: Session, boundaries: Boundaries) -> None:
+        super().__init__()
+        self._session, self._boundaries, self._heard = session, boundaries, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = str(func._schema.name)
+        if name not in self._boundaries.names:
+            return func(*args, **kwargs)
+        at, self._heard = self._heard, self._heard + 1
+        return self._session.at_op(func, at, self._boundaries, args, kwargs)

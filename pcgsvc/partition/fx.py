@@ -79,7 +79,7 @@ def partition_fx(
     _refuse_open_autocast(pieces)
     for piece in pieces:
         if piece.kind is Kind.REGION:
-            piece.document = _document(traced, piece)
+            piece.document = document_of(traced, piece)
             piece.hash = digest(piece.document)
     _prove_order(pieces)
     _reasons(pieces, matches)
@@ -253,7 +253,8 @@ def _refuse_open_autocast(pieces: list[Piece]) -> None:
                 still_open.remove(node.args[0])  # type: ignore[arg-type]
 
 
-def _document(traced: TracedGraph, piece: Piece) -> Document:
+def document_of(traced: TracedGraph, piece: Piece) -> Document:
+    """Return the canonical form of a region."""
     number = {node: at for at, node in enumerate([*piece.inputs, *piece.nodes])}
     return {
         "inputs": [_input_spec(traced, node) for node in piece.inputs],
