@@ -6,6 +6,8 @@ imports no compiler unless Inductor is asked for. Knows nothing of stores.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import platform
 import shutil
@@ -13,18 +15,29 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from pcgsvc import torch_private
 from pcgsvc.config import Compiler, Config
 from pcgsvc.keys import config_facts, key_of, version_facts
-from pcgsvc.reads import NotCanonicalError, canonical, code_digest, name_of
+from pcgsvc.reads import (
+    NotCanonicalError,
+    canonical,
+    class_digest,
+    code_digest,
+    is_versioned,
+    name_of,
+    sources_of,
+)
 from pcgsvc.traced import InputSpec
 
-_COMPILER_ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_", "TORCH_COMPILE_", "CXX", "CC")
-_PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_COMPILER_ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_", "TORCH_COMPILE_")
+_COMPILERS = ("CC", "CXX")
+_PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR")
 
 
 def program_facts(
@@ -45,10 +58,9 @@ def program_facts(
     facts = {
         **config_facts(config),
         **environment_facts(config, device),
-        "module": name_of(type(module) if isinstance(module, torch.nn.Module) else module),
-        "module.code": code_digest(
-            type(module).forward if isinstance(module, torch.nn.Module) else module
-        ),
+        "module": name_of(module),
+        "module.code": _code_facts(module),
+        "source": {name: file_digest(path) for name, path in sources_of(module).items()},
         "inputs": [_input_facts(spec) for spec in inputs],
         "constants": canonical(dict(constants)),
     }
@@ -64,6 +76,7 @@ def environment_facts(config: Config, device: torch.device) -> dict[str, Any]:
         **version_facts(),
         "torch": torch.__version__,
         "torch.git": torch.version.git_version,
+        "numpy": numpy.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "python.abi": sys.implementation.cache_tag,
@@ -74,6 +87,8 @@ def environment_facts(config: Config, device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["gpu.capability"] = list(torch.cuda.get_device_capability(device))
+        # Generated code names the device, and so does `torch.zeros(…, device=x.device)` in a trace.
+        facts["device.index"] = device.index
     if config.compiler.name is Compiler.INDUCTOR:
         facts |= _inductor_facts(device)
     return facts
@@ -85,43 +100,93 @@ def _inductor_facts(device: torch.device) -> dict[str, Any]:
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(_COMPILER_ENVIRONMENT) and name not in _PLACES
+            if (name.startswith(_COMPILER_ENVIRONMENT) or name in _COMPILERS)
+            and name not in _PLACES
         },
     }
     if device.type == "cuda":
-        facts["device.index"] = device.index  # generated code names the device
         facts["triton"] = torch_private.triton_version()
     else:
         facts["cpu.capability"] = torch.backends.cpu.get_cpu_capability()
         facts["cpu.compiler"] = _cpp_compiler()
+        facts["cpu.threads"] = torch.get_num_threads()  # a loop is written for so many
     return facts
 
 
-@cache
 def _cpp_compiler() -> str:
     """Return the C++ compiler's first version line, or say that there is none."""
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         path = shutil.which(name) if name else None
         if path is not None:
-            done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-            return done.stdout.split("\n")[0]
+            return _first_line(path)
     return "none"
 
 
+@cache
+def _first_line(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.split("\n")[0]
+
+
 def _numerics(device: torch.device) -> dict[str, Any]:
-    matmul = torch.backends.cuda.matmul
-    return {
-        "numerics.matmul": torch.get_float32_matmul_precision(),
-        "numerics.tf32": [matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
-        "numerics.reduced": [
-            matmul.allow_fp16_reduced_precision_reduction,
-            matmul.allow_bf16_reduced_precision_reduction,
+    backends = torch.backends
+    matmul, cuda, cudnn = backends.cuda.matmul, backends.cuda, backends.cudnn
+    flags = {
+        "matmul": torch.get_float32_matmul_precision,
+        "tf32": lambda: [matmul.allow_tf32, cudnn.allow_tf32],
+        "fp32": lambda: [
+            part.fp32_precision
+            for part in (matmul, cudnn.conv, cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv)
         ],
-        "numerics.deterministic": torch.are_deterministic_algorithms_enabled(),
-        "numerics.default_dtype": str(torch.get_default_dtype()),
-        "numerics.default_device": str(torch.get_default_device()),
-        "numerics.autocast": torch.is_autocast_enabled(device.type),
+        "reduced": lambda: [
+            str(matmul.allow_fp16_reduced_precision_reduction),
+            str(matmul.allow_bf16_reduced_precision_reduction),
+        ],
+        "attention": lambda: [
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ],
+        "cudnn": lambda: [cudnn.enabled, cudnn.benchmark, cudnn.deterministic],
+        "mkldnn": lambda: backends.mkldnn.enabled,
+        "deterministic": lambda: [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ],
+        "default_dtype": lambda: str(torch.get_default_dtype()),
+        "default_device": lambda: str(torch.get_default_device()),
+        "autocast": lambda: [
+            torch.is_autocast_enabled(device.type),
+            str(torch.get_autocast_dtype(device.type)),
+        ],
     }
+    facts: dict[str, Any] = {}
+    for name, flag in flags.items():
+        facts[f"numerics.{name}"] = "not to be had"
+        # Once the new settings of float32 precision are used, torch refuses to read the old ones.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            facts[f"numerics.{name}"] = flag()
+    return facts
+
+
+def _code_facts(module: Callable[..., Any]) -> dict[str, Any]:
+    """Return digests of the code of a module's classes, or of a callable, by name."""
+    if not isinstance(module, torch.nn.Module):
+        return {name_of(module): code_digest(module)}
+    found: dict[str, set[str]] = {}
+    for cls in {type(sub) for sub in module.modules()}:
+        if not all(is_versioned(part.__module__) for part in cls.__mro__):
+            found.setdefault(name_of(cls), set()).add(class_digest(cls))
+    return {name: ",".join(sorted(digests)) for name, digests in sorted(found.items())}
+
+
+def file_digest(path: str) -> str | None:
+    """Return the sha256 of a file, or None if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _input_facts(spec: InputSpec) -> list[Any]:
@@ -136,6 +201,7 @@ def _tensor_facts(module: Callable[..., Any]) -> tuple[list[Any], str]:
     if not isinstance(module, torch.nn.Module):
         return [], "none"
     first: dict[int, str] = {}
+    storages: dict[int, str] = {}
     rows: list[Any] = []
     named = [
         *module.named_parameters(remove_duplicate=False),
@@ -143,19 +209,37 @@ def _tensor_facts(module: Callable[..., Any]) -> tuple[list[Any], str]:
     ]
     for name, tensor in named:
         tied = first.setdefault(id(tensor), name)
-        shape, stride = list(tensor.shape), list(tensor.stride())
-        rows.append([name, str(tensor.dtype), shape, stride, tensor.device.type, tied])
+        row = [name, str(tensor.dtype), list(tensor.shape), tensor.device.type, tied]
+        row += [name_of(tensor), str(tensor.layout), tensor.requires_grad]
+        if tensor.layout is torch.strided:
+            memory = storages.setdefault(torch_private.storage_id(tensor), name)
+            row += [list(tensor.stride()), memory, tensor.storage_offset()]
+        rows.append(row)
     elements = sum(t.numel() for t in {id(t): t for _, t in named}.values())
     dtypes = sorted({row[1] for row in rows})
     return rows, f"{len(rows)} tensors, {elements} elements, {', '.join(dtypes)}"
 
 
 def piece_facts(
-    document_hash: str, config: Config, device: torch.device, *, num_outputs: int
+    document_hash: str,
+    config: Config,
+    device: torch.device,
+    *,
+    num_outputs: int,
+    ops: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return what decides one compiled piece."""
+    """Return what decides one compiled piece.
+
+    Args:
+        document_hash: of its canonical form.
+        config: resolved.
+        device: what is compiled for.
+        num_outputs: how many results it has.
+        ops: identities of the custom ops that it calls; the canonical form has their names only.
+    """
     facts = {
         "piece": document_hash,
+        "ops": dict(ops),
         "compiler": config.compiler.name.value if config.compiler.name else None,
         "num_outputs": num_outputs,
     }
@@ -163,4 +247,10 @@ def piece_facts(
     return {**facts, **compiler, **environment_facts(config, device)}
 
 
-__all__ = ["NotCanonicalError", "environment_facts", "piece_facts", "program_facts"]
+__all__ = [
+    "NotCanonicalError",
+    "environment_facts",
+    "file_digest",
+    "piece_facts",
+    "program_facts",
+]

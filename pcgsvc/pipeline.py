@@ -46,6 +46,7 @@ from pcgsvc.ops.registry import find_spec
 from pcgsvc.ops.support import Support
 from pcgsvc.partition.breakable import (
     PIECE,
+    Learned,
     ModulePiece,
     boundary_names,
     learn,
@@ -53,6 +54,7 @@ from pcgsvc.partition.breakable import (
 from pcgsvc.partition.fx import check_aliases, partition_fx
 from pcgsvc.partition.inductor import partition_inductor
 from pcgsvc.partition.pieces import Kind, Partition, Piece
+from pcgsvc.partition.submodules import chosen, compile_submodules
 from pcgsvc.program import CompiledPiece, Program
 from pcgsvc.progress import Progress, Silent
 from pcgsvc.reads import NotCanonicalError, files_of, reads_of
@@ -337,10 +339,26 @@ class _Stages:
                 (largest, max(1, largest - 1)),
             )
         self.workspace = workspace
-        self.warnings += warnings
-        self.misses.append("partition.strategy=breakable traces nothing and stores nothing")
+        self.warnings += learned.warnings
+        self.misses.append("partition.strategy=breakable: the forward is run anew at each start")
         piece = ModulePiece(module, [s.name for s in request.inputs], request.constants, boundaries)
-        return image, {PIECE: piece}
+        if self._config.compiler.name is Compiler.INDUCTOR and isinstance(module, torch.nn.Module):
+            self._compile_submodules(module, piece, learned)
+        return learned.image, {PIECE: piece}
+
+    def _compile_submodules(
+        self, module: torch.nn.Module, piece: ModulePiece, learned: Learned
+    ) -> None:
+        """Compile the parts of an untraced model that hit no break."""
+        with _phase("import", self._seconds, self._progress):
+            torch_private.import_compilers(inductor=True)
+        names = chosen(module, learned.one, self._config.partition.compile_modules)
+        with _phase("compile", self._seconds, self._progress, total=len(names)):
+            self._artifacts.prepare_toolchain()
+            piece.forwards, warnings = compile_submodules(
+                module, names, learned.one, learned.other, self._compile
+            )
+        self.warnings += warnings
 
     def load_or_make(self) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
         """Return the program, loaded if the store has one that fits."""

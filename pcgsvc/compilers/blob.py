@@ -47,24 +47,33 @@ def unpack(data: bytes, folder: Path) -> bytes:
         (length,) = _LENGTH.unpack_from(data)
         header = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         at = _LENGTH.size + length
-        artifact = data[at : at + header["artifact"]]
-        at += header["artifact"]
+        size = int(header["artifact"])
+        artifact = data[at : at + size]
         files = [(str(path), int(size)) for path, size in header["files"]]
     except (struct.error, ValueError, KeyError, TypeError) as error:
         raise CompileError(f"stored piece: malformed ({error})") from error
-    if at + sum(size for _, size in files) != len(data):
+    sizes = [size, *(n for _, n in files)]
+    if at + sum(sizes) != len(data) or min(sizes) < 0:
         raise CompileError("stored piece: its length does not fit its header")
+    for path, _ in files:
+        _check(path)
+    at += size
     for path, size in files:
-        _write(folder, path, data[at : at + size])
+        try:
+            _write(folder / path, data[at : at + size])
+        except OSError as error:
+            raise CompileError(f"stored piece: {path} cannot be written: {error}") from error
         at += size
     return artifact
 
 
-def _write(folder: Path, path: str, content: bytes) -> None:
+def _check(path: str) -> None:
     pure = PurePosixPath(path)
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path:
         raise CompileError(f"stored piece: the path {path!r} leaves its folder")
-    target = folder / pure
+
+
+def _write(target: Path, content: bytes) -> None:
     if target.is_file() and target.read_bytes() == content:
         return
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -36,7 +36,10 @@ class EagerPiece:
     @classmethod
     def from_bytes(cls, data: bytes, expected_hash: str) -> EagerPiece:
         """Load a piece; CompileError if the bytes are not the piece called `expected_hash`."""
-        document = json.loads(data)
+        try:
+            document = json.loads(data)
+        except ValueError as error:
+            raise CompileError(f"stored piece {expected_hash[:12]}: malformed ({error})") from error
         if digest(document) != expected_hash:
             raise CompileError(
                 f"stored piece {expected_hash[:12]}: holds another piece's document."
