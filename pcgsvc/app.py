@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -181,11 +182,15 @@ class _PackagedSettings(SearchPathPlugin):
 
 def _hand_over(argv: Sequence[str], config_dir: str | None) -> int:
     """Let Hydra run the job, or the jobs of a sweep; return the worst exit code."""
-    codes: list[int] = []
+    from pcgsvc.report.sweep import Done, show_sweep
+    from pcgsvc.report.tables import console
+
+    jobs: list[Done] = []
 
     def task(composed: DictConfig) -> int:
-        code = _job(composed)
-        codes.append(code)
+        overrides = list(HydraConfig.get().overrides.task)
+        code, report = _job(composed)
+        jobs.append(Done(overrides=overrides, code=code, report=report))
         return code
 
     register_schema()
@@ -201,7 +206,9 @@ def _hand_over(argv: Sequence[str], config_dir: str | None) -> int:
             raise ConfigError(
                 f"hydra.run.dir: the output folder cannot be made or written: {error}"
             ) from error
-    return max(codes, default=OK)
+    if len(jobs) > 1:
+        show_sweep(console(), jobs)
+    return max((job.code for job in jobs), default=OK)
 
 
 def _without_config_dir(argv: Sequence[str]) -> list[str]:
@@ -234,8 +241,8 @@ def _hydra_raises() -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = before
 
 
-def _job(composed: DictConfig) -> int:
-    """Run one job and turn its errors into one readable message and a code."""
+def _job(composed: DictConfig) -> tuple[int, dict[str, Any]]:
+    """Run one job; return its code and report, its errors as one readable message."""
     from pcgsvc.jobs import run_job
 
     hydra_config = HydraConfig.get()
@@ -243,7 +250,8 @@ def _job(composed: DictConfig) -> int:
         config = from_tree(composed)
         folder = Path(hydra_config.runtime.output_dir)
         with contextlib.chdir(hydra_config.runtime.cwd):  # paths mean what the shell meant
-            run_job(config, Path(config.report) if config.report else folder / "report.json")
+            path = Path(config.report) if config.report else folder / "report.json"
+            report = run_job(config, path)
     except Exception as error:  # a job's failure is its own: the next one runs
         known = isinstance(error, PcgError)
         hint = "" if known or hydra_config.verbose else " (hydra.verbose=true shows where)"
@@ -254,5 +262,5 @@ def _job(composed: DictConfig) -> int:
             hint,
             exc_info=error if hydra_config.verbose else None,
         )
-        return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
-    return OK
+        return (BAD_CONFIG if isinstance(error, ConfigError) else FAILED), {}
+    return OK, report

@@ -11,7 +11,6 @@ outside but differ in something that tracing read. Which one fits is found by re
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import json
 import logging
@@ -25,16 +24,25 @@ import torch
 from pcgsvc.compilers import blob
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import Compiler, Config
+from pcgsvc.config import CacheMode, Compiler, Config
+from pcgsvc.disk.envelope import Kind, MissError
 from pcgsvc.disk.lookup import Built
 from pcgsvc.disk.reports import FactDifference
 from pcgsvc.errors import CacheError, CompileError
+from pcgsvc.facts import file_digest as digest_of
 from pcgsvc.facts import piece_facts
-from pcgsvc.image import ProgramImage, from_json, new_boundaries, op_identity, to_json
+from pcgsvc.image import (
+    ProgramImage,
+    custom_ops,
+    from_json,
+    new_boundaries,
+    op_identity,
+    to_json,
+)
 from pcgsvc.keys import key_of
 from pcgsvc.partition.pieces import Piece
 from pcgsvc.program import CompiledPiece, boundaries_of
-from pcgsvc.reads import first_difference
+from pcgsvc.reads import first_difference, path_of
 from pcgsvc.rows import Document
 from pcgsvc.store import Store
 
@@ -74,6 +82,9 @@ class Artifacts:
         self._store, self._folder = store, folder
         self.tally = Tally()
         self._toolchain: set[str] = set()
+        self._there: set[str] = set()
+        """Keys of toolchain entries that were seen in the store."""
+        self._said_nearest = False
 
     @property
     def _inductor(self) -> bool:
@@ -91,28 +102,65 @@ class Artifacts:
         """
         found = self._store.get_program(key_of(facts))
         if found.value is None:
-            raise NoProgramError(found.miss or "absent")
+            raise NoProgramError(f"{found.miss}{self._nearest(facts)}")
         reasons = []
         for data in _variants(found.value):
             try:
                 image = from_json(data)
                 self._still_holds(image, module, constants)
-                return image, self._load_pieces(image)
+                pieces = self._load_pieces(image)
             except (CompileError, NoProgramError) as error:
                 reasons.append(str(error))
+                continue
+            self.tally.loaded += len(pieces)
+            return image, pieces
         raise NoProgramError("; ".join(dict.fromkeys(reasons)) or "no program in the entry")
+
+    def _nearest(self, facts: Mapping[str, Any]) -> str:
+        """Return the names of what differs from the nearest stored program, once per build."""
+        if self._said_nearest or self._store.mode is CacheMode.REFRESH:
+            return ""
+        self._said_nearest = True
+        nearest = self._store.nearest(facts)
+        if nearest is None or not nearest.differences:
+            return ""
+        names = [d.name for d in _causes(nearest.differences)]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return f"; the nearest stored program differs in {', '.join(names[:8])}{more}"
 
     def save(self, facts: Mapping[str, Any], image: ProgramImage) -> bool:
         """Store a program beside those that differ from it in what tracing read."""
-        key = key_of(facts)
-        known = self._store.get_program(key) if self._store.writable else None
-        others = _variants(known.value) if known is not None and known.value is not None else []
-        data = to_json(image)
-        kept = [d for d in others if _reads(d) != _reads(data)][: MAX_VARIANTS - 1]
-        images = [data, *kept]
-        pieces = sorted({k for d in images for k in self._piece_keys(from_json(d))})
-        manifest = json.dumps({"variants": [d.decode() for d in images]}).encode()
-        return self._store.put_program(key, manifest, pieces=pieces, facts=facts)
+        key, data = key_of(facts), to_json(image)
+        variants, pieces = [data.decode()], set(self._piece_keys(image))
+        if self._inductor:  # goes where the program goes, or a fresh machine would compile it
+            pieces |= {key_of(self._toolchain_facts())} & self._there
+        for other, needed in self._others(key, image):
+            if len(variants) < MAX_VARIANTS and all(map(self._has, needed - pieces)):
+                variants.append(other.decode())
+                pieces |= needed
+        manifest = json.dumps({"variants": variants}).encode()
+        return self._store.put_program(key, manifest, pieces=sorted(pieces), facts=facts)
+
+    def _others(self, key: str, image: ProgramImage) -> Iterator[tuple[bytes, set[str]]]:
+        """Yield the variants of an entry that an image does not replace, and their pieces."""
+        try:
+            known = self._store.read(Kind.PROGRAM, key).payload
+        except MissError:
+            return
+        for data in _variants(known):
+            try:
+                other = from_json(data)
+            except CompileError:  # of another version of ours
+                continue
+            if (other.reads, other.files) != (image.reads, image.files):
+                yield data, set(self._piece_keys(other))
+
+    def _has(self, key: str) -> bool:
+        try:
+            self._store.read(Kind.PIECE, key)
+        except MissError:
+            return False
+        return True
 
     @contextlib.contextmanager
     def lock(self, facts: Mapping[str, Any]) -> Iterator[bool]:
@@ -128,29 +176,44 @@ class Artifacts:
         for name in image.modules:
             try:
                 importlib.import_module(name)
-            except ImportError as error:
-                raise NoProgramError(f"module {name} cannot be imported: {error}") from error
-        for path, digest in image.files.items():
-            if file_digest(path) != digest:
-                raise NoProgramError(f"source file {path} has changed")
+            except Exception as error:  # a user's module may raise whatever it likes
+                raise NoProgramError(
+                    f"module {name} cannot be imported ({type(error).__name__}: {error})"
+                ) from error
+        reasons = []
+        for place, digest in image.files.items():
+            if file_digest(place) != digest:
+                reasons.append(f"source file {path_of(place) or place} has changed")
         for name, identity in image.schemas.items():
             if op_identity(name) != identity:
-                raise NoProgramError(f"operator {name} is declared differently")
+                reasons.append(f"operator {name} is declared differently")
         added = new_boundaries(image, self._config.partition.splitting_ops)
         if added:
-            raise NoProgramError(f"operators {added} have become splitting ops")
-        changed = first_difference(image.reads, module, constants)
-        if changed is not None:
-            raise NoProgramError(f"read while tracing: {changed}")
+            reasons.append(f"operators {added} have become splitting ops")
+        if not reasons:
+            changed = first_difference(image.reads, module, constants)
+            reasons = [] if changed is None else [f"read while tracing: {changed}"]
+        if reasons:
+            raise NoProgramError("; ".join(reasons))
+        try:
+            image.tree()
+        except Exception as error:  # a class of results that nobody has registered here
+            raise NoProgramError(f"the form of the result cannot be read: {error}") from error
 
     # -- pieces --
 
-    def _piece_facts(self, key: str, num_outputs: int) -> dict[str, Any]:
-        return piece_facts(key, self._config, self._device, num_outputs=num_outputs)
+    def _piece_facts(
+        self, key: str, document: Document, schemas: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Return the facts of a piece; `schemas`: of its ops, as a stored program has them."""
+        names = custom_ops(document)
+        ops = {n: op_identity(n) if schemas is None else schemas.get(n, "absent") for n in names}
+        outputs = len(document["outputs"])
+        return piece_facts(key, self._config, self._device, num_outputs=outputs, ops=ops)
 
     def _piece_keys(self, image: ProgramImage) -> list[str]:
         return [
-            key_of(self._piece_facts(h, len(document["outputs"])))
+            key_of(self._piece_facts(h, document, image.schemas))
             for h, document in image.documents.items()
         ]
 
@@ -158,12 +221,10 @@ class Artifacts:
         self._unpack_toolchain()
         pieces: dict[str, CompiledPiece] = {}
         for name, document in image.documents.items():
-            num_outputs = len(document["outputs"])
-            found = self._store.get_piece(key_of(self._piece_facts(name, num_outputs)))
+            found = self._store.get_piece(key_of(self._piece_facts(name, document)))
             if found.value is None:
                 raise NoProgramError(f"piece {name[:12]}: {found.miss}")
             pieces[name] = self._load_piece(name, found.value, document)
-            self.tally.loaded += 1
         return pieces
 
     def _load_piece(self, name: str, data: bytes, document: Document) -> CompiledPiece:
@@ -186,8 +247,7 @@ class Artifacts:
         """Return a compiled piece: loaded if some program has stored it, compiled otherwise."""
         assert piece.hash is not None
         assert piece.document is not None
-        num_outputs = len(piece.document["outputs"])
-        facts = self._piece_facts(piece.hash, num_outputs)
+        facts = self._piece_facts(piece.hash, piece.document)
         fresh: list[CompiledPiece] = []
 
         def build() -> Built:
@@ -200,20 +260,18 @@ class Artifacts:
             made = self._store.get_or_build(
                 key_of(facts), build, timeout_s=self._config.cache.lock_timeout_s
             )
+            if fresh:
+                return fresh[0]
+            try:
+                loaded = self._load_piece(piece.hash, made.value, piece.document)
+            except (CompileError, NoProgramError) as error:
+                logger.warning("cache: %s; compiled again", error)
+                self._store.put_piece(key_of(facts), build().value, facts=facts)
+                return fresh[0]
         except _UnsavedError as error:
-            self.tally.unsaved.append(f"{piece.name}: {error}")
+            self.tally.unsaved.append(f"{piece.name} cannot be written down: {error}")
             logger.warning("cache: %s is not stored: %s", piece.name, error)
             return error.piece
-        if fresh:
-            return fresh[0]
-        try:
-            loaded = self._load_piece(piece.hash, made.value, piece.document)
-        except (CompileError, NoProgramError) as error:
-            logger.warning("cache: %s; compiled again", error)
-            self.tally.compiled += 1
-            compiled, data = self._compile(piece, dump_path)
-            self._store.put_piece(key_of(facts), data, facts=facts)
-            return compiled
         self.tally.loaded += 1
         return loaded
 
@@ -227,6 +285,8 @@ class Artifacts:
         compiled = compile_piece(piece, self._config.compiler.options, dump_path)
         try:
             artifact = compiled.to_bytes()
+            if not artifact:
+                raise ValueError("torch gave no bytes")
         except Exception as error:  # torch's artifact format is young; a good compile still counts
             raise _UnsavedError(compiled, error) from error
         # All kernels of this build so far: one that an earlier piece has made as well is not made
@@ -257,7 +317,8 @@ class Artifacts:
         files = blob.snapshot(self._folder.path) - before
         facts = self._toolchain_facts()
         data = blob.pack(b"toolchain", self._folder.path, files)
-        self._store.put_piece(key_of(facts), data, facts=facts)
+        if self._store.put_piece(key_of(facts), data, facts=facts):
+            self._there.add(key_of(facts))
 
     def _unpack_toolchain(self) -> bool:
         if not self._inductor:
@@ -270,10 +331,12 @@ class Artifacts:
         except CompileError as error:
             logger.warning("cache: toolchain files: %s", error)
             return False
+        self._there.add(key_of(self._toolchain_facts()))
         return True
 
     def _toolchain_facts(self) -> dict[str, Any]:
-        return {**self._piece_facts("toolchain", 1), "kind": "toolchain"}
+        nothing: Document = {"rows": [], "outputs": []}
+        return {**self._piece_facts("toolchain", nothing), "kind": "toolchain"}
 
 
 class _UnsavedError(Exception):
@@ -284,12 +347,10 @@ class _UnsavedError(Exception):
         self.piece = piece
 
 
-def file_digest(path: str) -> str | None:
-    """Return the sha256 of a source file, or None if it cannot be read."""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
-        return None
+def file_digest(place: str) -> str | None:
+    """Return the sha256 of a file that `reads.files_of` named, or None if it cannot be read."""
+    path = path_of(place)
+    return None if path is None else digest_of(path)
 
 
 def require_warm(store: Store, facts: Mapping[str, Any], reason: str) -> CacheError:
@@ -316,11 +377,17 @@ def explain(store: Store, facts: Mapping[str, Any]) -> str:
 
 def _causes(differences: Sequence[FactDifference]) -> list[FactDifference]:
     """Leave out what follows from other differences: settings bring their own facts along."""
+    named = {d.name for d in differences}
+    sources = any(name.startswith("source.") for name in named)
     settings = [d for d in differences if d.name.startswith("config.")]
     if settings:
         return settings
-    named = {d.name for d in differences}
-    return [d for d in differences if d.name != "tensors.digest" or "tensors" not in named]
+    follow = {"tensors.digest"} if "tensors" in named else set()
+    return [
+        d
+        for d in differences
+        if d.name not in follow and not (sources and d.name.startswith("module.code."))
+    ]
 
 
 def _variants(manifest: bytes) -> list[bytes]:
@@ -330,8 +397,3 @@ def _variants(manifest: bytes) -> list[bytes]:
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("cache: a program entry is malformed: %s", error)
         return []
-
-
-def _reads(data: bytes) -> Any:
-    tree = json.loads(data)
-    return [tree["reads"], tree["files"]]

@@ -129,14 +129,15 @@ def _first_line(compiler: str) -> str:
 
 
 def _numerics(device: torch.device) -> dict[str, Any]:
-    backends = torch.backends
+    backends: Any = torch.backends  # half of them have no annotations
     matmul, cuda, cudnn = backends.cuda.matmul, backends.cuda, backends.cudnn
-    flags = {
+    onednn = backends.mkldnn
+    flags: dict[str, Callable[[], Any]] = {
         "matmul": torch.get_float32_matmul_precision,
         "tf32": lambda: [matmul.allow_tf32, cudnn.allow_tf32],
         "fp32": lambda: [
             part.fp32_precision
-            for part in (matmul, cudnn.conv, cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv)
+            for part in (matmul, cudnn.conv, cudnn.rnn, onednn.matmul, onednn.conv)
         ],
         "reduced": lambda: [
             str(matmul.allow_fp16_reduced_precision_reduction),
@@ -149,7 +150,7 @@ def _numerics(device: torch.device) -> dict[str, Any]:
             cuda.cudnn_sdp_enabled(),
         ],
         "cudnn": lambda: [cudnn.enabled, cudnn.benchmark, cudnn.deterministic],
-        "mkldnn": lambda: backends.mkldnn.enabled,
+        "onednn": lambda: onednn.enabled,
         "deterministic": lambda: [
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -209,8 +210,8 @@ def _tensor_facts(module: Callable[..., Any]) -> tuple[list[Any], str]:
     ]
     for name, tensor in named:
         tied = first.setdefault(id(tensor), name)
-        row = [name, str(tensor.dtype), list(tensor.shape), tensor.device.type, tied]
-        row += [name_of(tensor), str(tensor.layout), tensor.requires_grad]
+        row: list[Any] = [name, str(tensor.dtype), list(tensor.shape), tensor.device.type, tied]
+        row += [name_of(type(tensor)), str(tensor.layout), tensor.requires_grad]
         if tensor.layout is torch.strided:
             memory = storages.setdefault(torch_private.storage_id(tensor), name)
             row += [list(tensor.stride()), memory, tensor.storage_offset()]

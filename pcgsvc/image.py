@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
+from torch._library.simple_registry import singleton
 from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
@@ -153,10 +155,31 @@ def op_identity(name: str) -> str:
         return "absent"
     tags = sorted(t.name for t in torch_private.op_tags(packet))
     spec = find_spec(name)
-    kernels = [] if spec is None else [f for f in (spec.kernel, spec.fake) if f is not None]
-    digests = [code_digest(function) for function in kernels]
+    kernels = _registered(name) if spec is None else [spec.kernel, spec.fake]
+    digests = [code_digest(function) for function in kernels if function is not None]
     schemas = " | ".join(torch_private.op_schemas(packet))
     return f"{schemas} tags={tags} kernels={digests}"
+
+
+def _registered(name: str) -> list[Any]:
+    """Return the Python functions that torch knows behind an op made with `torch.library`.
+
+    Kernels of `torch.library.impl` are not among them; the dispatcher calls those at run time.
+    """
+    made = OPDEFS.get(name)
+    kernels = [] if made is None else [made._init_fn, *made._backend_fns.values()]
+    fake = singleton.find(name).fake_impl.kernel
+    return [*kernels, None if fake is None else fake.func]
+
+
+def custom_ops(document: Document) -> list[str]:
+    """Return the names of the ops in a piece that are not torch's own, sorted."""
+    names = {
+        "::".join(target.removeprefix("torch.ops.").split(".")[:2])
+        for op, target, _, _ in document["rows"]
+        if op == "call_function" and target.startswith("torch.ops.")
+    }
+    return sorted(n for n in names if not n.startswith(("aten::", "prims::")))
 
 
 def _op_modules(schemas: Mapping[str, str]) -> set[str]:
@@ -206,7 +229,7 @@ def from_json(data: bytes) -> ProgramImage:
             modules=tuple(tree.pop("modules")),
             **tree,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CompileError(
             f"stored program: malformed ({type(error).__name__}: {error})"
         ) from error

@@ -342,6 +342,7 @@ class _Stages:
         self.warnings += learned.warnings
         self.misses.append("partition.strategy=breakable: the forward is run anew at each start")
         piece = ModulePiece(module, [s.name for s in request.inputs], request.constants, boundaries)
+        piece.kernels = learned.image.ops["kernel"]
         if self._config.compiler.name is Compiler.INDUCTOR and isinstance(module, torch.nn.Module):
             self._compile_submodules(module, piece, learned)
         return learned.image, {PIECE: piece}

@@ -64,6 +64,9 @@ class CompiledPiece(Protocol):
     def source(self) -> str:
         """Return the Python source that runs; empty for opaque pieces."""
 
+    def num_kernels(self) -> int:
+        """Return about how many kernels a run launches."""
+
 
 class Executor(Protocol):
     """How a program's steps are carried out."""
@@ -171,6 +174,12 @@ class Program:
             names += within.order or () if within is not None else ()
             names += (c.splitting for c in step.calls if c.splitting is not None)
         return tuple(names)
+
+    def num_kernels(self) -> int:
+        """Return about how many kernels the regions of one step launch."""
+        pieces = [self.pieces[s.piece] for s in self.spec.steps if s.piece is not None]
+        counts = {id(piece): piece.num_kernels() for piece in {id(p): p for p in pieces}.values()}
+        return sum(counts[id(piece)] for piece in pieces)
 
     def source_line(self, filename: str, line: int) -> str | None:
         """Return the line of a piece's generated source that a traceback points to, or None."""

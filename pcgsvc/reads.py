@@ -163,7 +163,7 @@ def path_of(place: str) -> str | None:
         return _source_path(getattr(known, "__file__", None))
     try:
         spec = importlib.util.find_spec(place)
-    except Exception:  # a parent package is imported for it, and may do anything
+    except Exception:  # noqa: BLE001 - a parent package is imported for it, and may do anything
         return None
     return None if spec is None else _source_path(spec.origin)
 
@@ -340,8 +340,8 @@ def canonical(value: Any) -> Any:
     if isinstance(value, types.CodeType):
         return ["code", value.co_name, _digest(_code_words(value))]
     if isinstance(value, functools.partial):
-        parts = (value.args, value.keywords)
-        return ["partial", identity(value.func), *(canonical(v) for v in parts)]
+        held = [canonical(value.args), canonical(value.keywords)]
+        return ["partial", identity(value.func), *held]
     if isinstance(value, (types.MethodType, types.BuiltinFunctionType, type, types.ModuleType)):
         return identity(value)
     if isinstance(value, types.FunctionType):

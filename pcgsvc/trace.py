@@ -113,8 +113,8 @@ def _explain(error: Exception) -> str:
     reason = re.split(r"\n\n(?:from user code| *Developer debug context)", text)[0].strip()
     return (
         f"the model cannot be traced whole, because of {where}:\n{reason}\n"
-        "Ways out: compute it in __init__, or wrap it in a @pcgsvc.splitting_op, which runs "
-        "outside the graphs."
+        "Ways out: compute it in __init__; or wrap it in a @pcgsvc.splitting_op, which runs "
+        "outside the graphs; or set partition.strategy=breakable, which traces nothing."
     )
 
 

@@ -313,7 +313,10 @@ def test_what_cuda_would_refuse_in_a_segment_is_refused(name: str) -> None:
     engine = RecordedEngine()
     session = Session(engine, make_context(None, [3]), breaks=True)
     try:
-        with pytest.raises(CaptureError, match="while a segment is captured"):
+        with (
+            engine.session(),
+            pytest.raises(CaptureError, match="while a segment is captured"),
+        ):
             session.region("piece_00", _Call(FORBIDDEN[name]), [rows(3)])
     finally:
         session.abort()
@@ -342,11 +345,13 @@ ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
     ),
 )
 def test_what_cuda_allows_in_a_segment_is_recorded(name: str) -> None:
-    session = Session(RecordedEngine(), make_context(None, [3]), breaks=True)
+    engine = RecordedEngine()
+    session = Session(engine, make_context(None, [3]), breaks=True)
     x = rows(3)
     try:
-        (out,) = session.region("piece_00", _Call(ALLOWED[name]), [x])
-        entry = session.finish([out])
+        with engine.session():
+            (out,) = session.region("piece_00", _Call(ALLOWED[name]), [x])
+            entry = session.finish([out])
     finally:
         session.abort()
     x.copy_(rows(3, seed=5))

@@ -218,6 +218,21 @@ def test_inductor_source_is_the_generated_code(artifact: Any) -> None:
 
 
 @pytest.mark.slow
+def test_count_kernels_finds_the_one_fused_kernel(artifact: Any) -> None:
+    assert private.count_kernels(private.inductor_source(artifact)) >= 1
+    assert private.count_kernels("def call(args):\n    return args\n") == 0
+
+
+def test_partition_options_are_settings_of_this_torch() -> None:
+    import torch._inductor.config as settings
+
+    options = private.partition_options(["toy::attend"])
+    assert options["graph_partition"] is True
+    assert all(hasattr(settings, name) for name in options)
+    assert "toy::attend" in options["custom_should_partition_ops"]
+
+
+@pytest.mark.slow
 def test_inductor_serialize_and_deserialize_give_an_equal_artifact(artifact: Any) -> None:
     data = private.inductor_serialize(artifact)
     assert isinstance(data, bytes)

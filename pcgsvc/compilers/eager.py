@@ -29,6 +29,10 @@ class EagerPiece:
         """Run the piece."""
         return self._function(*args)
 
+    def num_kernels(self) -> int:
+        """See `CompiledPiece.num_kernels`: one per op, views among them."""
+        return len(self._document["rows"])
+
     def to_bytes(self) -> bytes:
         """Return the piece's written form."""
         return json.dumps(self._document, sort_keys=True).encode()

@@ -51,7 +51,7 @@ class InductorPiece:
         return cls(torch_private.inductor_deserialize(data), num_outputs, boundaries)
 
     def num_kernels(self) -> int:
-        """Return how many kernels the generated code launches."""
+        """See `CompiledPiece.num_kernels`: launches in the generated code."""
         return torch_private.count_kernels(torch_private.inductor_source(self._artifact))
 
 

@@ -52,6 +52,8 @@ class ModulePiece:
         self.boundaries: Boundaries | None = boundaries
         self.forwards: dict[str, Callable[..., Any]] = {}
         """Compiled forwards of submodules."""
+        self.kernels = 0
+        """Kernels of the plain forward, as they were counted in a run of it."""
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the module; its tensor results that are no inputs, in tree order."""
@@ -65,6 +67,10 @@ class ModulePiece:
     def source(self) -> str:
         """See `CompiledPiece.source`."""
         return ""
+
+    def num_kernels(self) -> int:
+        """See `CompiledPiece.num_kernels`."""
+        return self.kernels
 
 
 def boundary_names(splitting_ops: Sequence[str] | None, extra: Sequence[str]) -> Boundaries:

@@ -58,6 +58,7 @@ def plan_report(built: Built) -> dict[str, Any]:
             "num_traces": int(built.start == "cold" and bool(image.documents)),
             "num_compiled": built.tally.compiled,
             "num_loaded": built.tally.loaded,
+            **({} if built.program is None else {"num_kernels": built.program.num_kernels()}),
             "seconds": dict(built.seconds),
         },
         "cache": dict(built.cache),
