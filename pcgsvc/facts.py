@@ -67,6 +67,7 @@ def program_facts(
     tensors, shape = _tensor_facts(module)
     facts["tensors"] = shape
     facts["tensors.digest"] = key_of({"tensors": tensors})
+    facts["modules.digest"] = key_of({"modules": _module_facts(module)})
     return facts
 
 
@@ -219,6 +220,17 @@ def _tensor_facts(module: Callable[..., Any]) -> tuple[list[Any], str]:
     elements = sum(t.numel() for t in {id(t): t for _, t in named}.values())
     dtypes = sorted({row[1] for row in rows})
     return rows, f"{len(rows)} tensors, {elements} elements, {', '.join(dtypes)}"
+
+
+def _module_facts(module: Callable[..., Any]) -> list[Any]:
+    """Return names and classes of all submodules, and which of them are one and the same."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    first: dict[int, str] = {}
+    rows = []
+    for name, sub in module.named_modules(remove_duplicate=False):
+        rows.append([name, name_of(type(sub)), first.setdefault(id(sub), name)])
+    return rows
 
 
 def piece_facts(

@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -33,7 +34,7 @@ from pcgsvc.traced import Guard
 
 _NOT_READ = {
     "TENSOR_MATCH": "the tensor signature is in the key, ties included",
-    "DUPLICATE_INPUT": "ties are in the tensor signature",
+    "DUPLICATE_INPUT": "ties of tensors and modules are in the key; those of objects see `_aliases`",
     "NO_TENSOR_ALIASING": "inputs are the runner's own buffers",
     "STORAGE_OVERLAPPING": "inputs are the runner's own buffers",
     "SHAPE_ENV": "replaced by the size predicate",
@@ -45,6 +46,9 @@ _NOT_READ = {
     "TORCH_FUNCTION_STATE": "a runner fixes it",
     "DEFAULT_DEVICE": "numerics flags are in the key",
 }
+ENVIRONMENT = "ENVIRONMENT"
+"""Kind of a read of `os.environ` as a whole; not one of Dynamo's."""
+_Environ = type(os.environ)
 _ROOTS = ("names", "tensors", "traced")
 """Locals of our own traced function."""
 
@@ -77,10 +81,13 @@ def reads_of(
     found: dict[tuple[str, str], Read] = {}
     problems: list[str] = []
     scope = _Scope(module, constants)
-    for guard in guards:
+    for guard in [*guards, *_aliases(guards)]:
         key = (guard.source, guard.kind)
         if key in found or guard.kind in _NOT_READ or not _is_users(guard.source):
             continue
+        if isinstance(guard.value, _Environ):
+            # What was looked for and not there has no guard: no further variable may be set.
+            guard = Guard(source=guard.source, kind=ENVIRONMENT, value=guard.value)
         try:
             read = Read(guard.source, guard.kind, scope.form(guard.kind, guard.value))
             again = scope.form(guard.kind, scope.read(guard.source))
@@ -104,12 +111,37 @@ def first_difference(
             now = scope.form(read.kind, scope.read(read.source))
         except NotCanonicalError as error:
             return f"{read.source}: {error}"
+        if read.kind == ENVIRONMENT:
+            now, more = read.form, sorted(set(now) - set(read.form))
+            if more:
+                return f"{read.source}: {', '.join(more[:8])} are set now"
         if now != read.form:
             return f"{read.source}: stored {_short(read.form)}, now {_short(now)}"
     return None
 
 
+def _aliases(guards: Sequence[Guard]) -> Iterator[Guard]:
+    """Yield which plain objects are one and which are two: code may ask by `is`.
+
+    Where Dynamo guards on that at all, it names one side only.
+    """
+    places: dict[type, dict[str, Any]] = {}
+    for guard in guards:
+        cls = type(guard.value)
+        plain = not isinstance(guard.value, (*_NO_ALIAS, torch.Tensor, torch.nn.Module))
+        if guard.kind in ("TYPE_MATCH", "DUPLICATE_INPUT") and plain and _is_users(guard.source):
+            places.setdefault(cls, {})[guard.source] = guard.value
+    for found in places.values():
+        for (one, a), (other, b) in itertools.combinations(sorted(found.items()), 2):
+            yield Guard(source=f"{one} is {other}", kind="CONSTANT_MATCH", value=a is b)
+
+
+_NO_ALIAS = (dict, list, set, tuple, type, types.FunctionType, types.ModuleType, enum.Enum)
+
+
 def _is_users(source: str) -> bool:
+    if ".environ" in source:  # os is Python's; what lies in it is the user's
+        return True
     root = source.removeprefix("G['").split("'")[0].split("[")[0].split(".")[0].split("(")[-1]
     if source.startswith("G['"):
         module = root.removeprefix("__import_").split("_dot_")[0]
@@ -267,6 +299,8 @@ class _Scope:
 
 
 def _form(kind: str, value: Any) -> Any:
+    if kind == ENVIRONMENT:
+        return sorted(value)
     if kind in ("SEQUENCE_LENGTH", "TUPLE_ITERATOR_LEN", "EMPTY_NN_MODULE_HOOKS_DICT"):
         return [name_of(type(value)), len(value)]
     if kind in ("DICT_KEYS_MATCH", "DICT_CONTAINS", "DICT_NOT_CONTAINS"):
@@ -425,6 +459,7 @@ def _class_words(cls: type, seen: set[int]) -> Iterator[str]:
                 continue
             yield name
             for function in _functions_in(value):
+                yield type(value).__name__
                 yield from _words(function, seen)
 
 

@@ -329,26 +329,6 @@ def test_names_do_not_change_the_hash() -> None:
     assert graph_hash(renamed) == graph_hash(lambda x: torch.add(x, 2) * 0.5)
 
 
-@fault("rows.py: a row holds an op's name without its schema (S16)")
-def test_the_schema_of_a_custom_op_is_part_of_the_hash() -> None:
-    """Same name, other schema, other code: torch issue 187319."""
-    hashes = []
-    for schema in ("z(Tensor x) -> Tensor", "z(Tensor x, int n=1) -> Tensor"):
-        library = torch.library.Library("rowstest", "FRAGMENT")
-        try:
-            library.define(schema)
-            library.impl("z", lambda x, n=1: x + n, "CompositeExplicitAutograd")
-            torch.library.register_fake(
-                "rowstest::z", lambda x, n=1: torch.empty_like(x), lib=library
-            )
-            hashes.append(graph_hash(lambda x: torch.ops.rowstest.z.default(x)))
-        finally:
-            library._destroy()
-            if hasattr(torch.ops.rowstest, "z"):
-                delattr(torch.ops.rowstest, "z")
-    assert hashes[0] != hashes[1]
-
-
 # ---- malicious documents -------------------------------------------------------------------------
 
 

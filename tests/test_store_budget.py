@@ -13,10 +13,12 @@ from store_helpers import (
     PIECES,
     PROGRAMS,
     fill,
+    flip_payload,
     key,
     misses,
     open_store,
     stored_files,
+    value_file,
 )
 
 from pcgsvc.config import CacheMode
@@ -113,6 +115,28 @@ def test_what_was_got_is_in_use_even_if_its_pin_was_lost(root: Path) -> None:
         assert user.get_program(key("a")).hit
         put_programs(root, "b", max_bytes=1)
         assert programs(root) == {"a", "b"}
+
+
+def test_what_was_cleared_and_stored_again_is_in_use_again_once_it_is_got(root: Path) -> None:
+    put_programs(root, "a")
+    with open_store(root) as user, open_store(root) as other:
+        assert user.get_program(key("a")).hit
+        other.clear()
+        put_programs(root, "a")
+        assert user.get_program(key("a")).hit
+        put_programs(root, "b", max_bytes=1)
+        assert programs(root) == {"a", "b"}
+
+
+def test_pins_of_what_is_not_there_do_not_stay(root: Path) -> None:
+    pins = root / "store" / "pins"
+    with open_store(root) as store:
+        store.get_piece(B)
+        assert not store.put_program(P, b"{}", pieces=[B], facts={})
+        store.put_piece(A, b"a" * 5000, facts={})
+        flip_payload(value_file(root, A))
+        assert not store.get_piece(A).hit
+        assert list(pins.iterdir()) == []
 
 
 def test_within_its_budget_nothing_is_dropped(root: Path) -> None:

@@ -16,6 +16,7 @@ from core_helpers import make_config, rows
 from model_helpers import make_context
 
 import pcgsvc
+from pcgsvc import trace
 from pcgsvc.config import CacheConfig, CacheMode
 from pcgsvc.ops.context import use_context
 
@@ -105,6 +106,8 @@ class Sources:
         """Drop all modules."""
         for each in self._names:
             sys.modules.pop(each, None)
+            # Dynamo's own alias of the module, among the globals of the function that is traced.
+            vars(trace).pop(f"__import_{each}", None)
 
 
 @pytest.fixture

@@ -62,15 +62,16 @@ class Entries:
         if self.mode is CacheMode.REFRESH and (kind, key) not in self._renewed:
             return Lookup(None, "refresh")
         # Held before it is read: an evictor must not come in between.
-        self.pins.hold(kind, key, create=False)
+        held = self.pins.hold(kind, key, create=False)
         try:
             entry = self.table.read(kind, key)
+            if not held and self.pins.hold(kind, key, create=True):  # it had lost its pin
+                entry = self.table.read(kind, key)
         except MissError as miss:
             self._let_go(kind, key, miss)
             if not isinstance(miss, AbsentError):
                 self.warn_once(f"{kind.value} {key[:12]}: a miss: {miss}", topic=str(miss))
             return Lookup(None, str(miss))
-        self.pins.hold(kind, key, create=True)
         self.pins.touch(kind, key)
         return Lookup(entry.payload, None, entry.facts, entry.pieces)
 
@@ -162,9 +163,12 @@ class Entries:
         if not program.pieces:
             return
         there = {r.key for r in self.table.listing().records if r.kind is Kind.PIECE}
-        missing = [piece[:12] for piece in program.pieces if piece not in there]
+        missing = [piece for piece in program.pieces if piece not in there]
+        for piece in missing:
+            self.pins.abandon(Kind.PIECE, piece)
         if missing:
-            raise AbsentError(f"program {program.key[:12]}: its pieces {missing} are not stored")
+            short = ", ".join(piece[:12] for piece in missing)
+            raise AbsentError(f"program {program.key[:12]}: its pieces {short} are not stored")
 
     def _let_go(self, kind: Kind, key: str, why: Exception) -> None:
         if isinstance(why, UnavailableError) or not self.writable:

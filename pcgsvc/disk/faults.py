@@ -77,6 +77,8 @@ def classify(error: BaseException, database: Path) -> tuple[Fault, str]:
     code = getattr(error, "sqlite_errorcode", None)  # Python's own module sets none
     if code is None or code == sqlite3.SQLITE_IOERR_SHORT_READ:
         fault = Fault.BAD
+    elif code == sqlite3.SQLITE_READONLY_DBMOVED:
+        fault = Fault.GONE
     else:
         fault = _BY_CODE.get(code & 0xFF, Fault.BAD)  # the low byte is the primary code
     if fault in (Fault.OTHER, Fault.BAD) and not database.exists():

@@ -15,12 +15,11 @@ import logging
 import os
 import shutil
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from pcgsvc.disk.bytes_disk import row_name
-from pcgsvc.disk.envelope import Entry, Kind, MissError, UnavailableError
+from pcgsvc.disk.envelope import Kind, MissError, UnavailableError
 from pcgsvc.disk.file_lock import Held, acquire
 from pcgsvc.disk.reader import Record
 from pcgsvc.disk.table import Table
@@ -48,19 +47,22 @@ class Pins:
         self._held: dict[Path, Held] = {}
         self._mutex = threading.Lock()
 
-    def hold(self, kind: Kind, key: str, *, create: bool) -> None:
+    def hold(self, kind: Kind, key: str, *, create: bool) -> bool:
         """Mark an entry as used by this process until `close` or `release`.
 
         Args:
             kind: of the entry.
             key: of the entry.
             create: make the pin if nobody has; only for an entry that is there.
+
+        Returns:
+            Whether it is marked.
         """
         path = self._path(kind, key)
         with self._mutex:
             old = self._held.get(path)
             if old is not None and old.is_current():
-                return
+                return True
             held = None
             with contextlib.suppress(OSError):  # an entry without a pin can be evicted, no more
                 if create and self._writable:
@@ -73,6 +75,7 @@ class Pins:
                 old.release()
             if held is not None:
                 self._held[path] = held
+            return held is not None
 
     def touch(self, kind: Kind, key: str) -> None:
         """Record a use just now."""
@@ -175,27 +178,24 @@ class _Eviction:
         self._table = table
         self._pins = pins
         self._max_bytes = max_bytes
-        records = table.listing().records
-        self._sizes = {(record.kind, record.key): record.size for record in records}
-        self._programs = [record for record in records if record.kind is Kind.PROGRAM]
+        self._sizes = {(r.kind, r.key): r.size for r in table.listing().records}
         self._before = self._total = sum(self._sizes.values())
+        self._programs: dict[str, tuple[Record, frozenset[str]]] = {}
+        """By key, with the pieces that each lists."""
 
     def run(self) -> int:
         if self._total <= self._max_bytes:
             return 0
-        programs = [entry for record in self._by_last_use() if (entry := self._read(record))]
-        users = Counter(piece for program in programs for piece in set(program.pieces))
+        self._learn()
         for kind, key in list(self._sizes):
-            if kind is Kind.PIECE and not users[key]:
+            if kind is Kind.PIECE and not self._is_listed(key):
                 self._drop(kind, key)
-        for program in programs:
+        for record, pieces in sorted(self._programs.values(), key=self._last_use):
             if self._total <= self._max_bytes:
                 break
-            if not self._drop(Kind.PROGRAM, program.key):
-                continue
-            users.subtract(set(program.pieces))
-            for piece in set(program.pieces):
-                if not users[piece]:
+            if self._drop(Kind.PROGRAM, record.key):
+                del self._programs[record.key]
+                for piece in pieces:
                     self._drop(Kind.PIECE, piece)
         if self._total > self._max_bytes:
             logger.warning(
@@ -205,29 +205,51 @@ class _Eviction:
             )
         return self._before - self._total
 
-    def _by_last_use(self) -> list[Record]:
-        return sorted(self._programs, key=self._pins.last_use)
+    def _learn(self) -> None:
+        """Read the programs that are new since the last time.
 
-    def _read(self, record: Record) -> Entry | None:
-        try:
-            return self._table.read(record.kind, record.key)
-        except UnavailableError:
-            raise  # its pieces are unknown, so no piece may go
-        except MissError:
-            self._total -= self._sizes.pop(
-                (record.kind, record.key), 0
-            )  # damaged, and dropped for that
-            return None
+        Raises:
+            UnavailableError: the pieces of one are unknown, so that no piece may go.
+        """
+        records = {r.key: r for r in self._table.listing().records if r.kind is Kind.PROGRAM}
+        for key in self._programs.keys() - records.keys():
+            del self._programs[key]
+        for key, record in records.items():
+            if key in self._programs and self._programs[key][0] == record:
+                continue
+            self._programs.pop(key, None)
+            try:
+                pieces = self._table.read(Kind.PROGRAM, key).pieces
+            except UnavailableError:
+                raise
+            except MissError:  # damaged, and dropped for that
+                self._total -= self._sizes.pop((Kind.PROGRAM, key), 0)
+                continue
+            self._programs[key] = (record, frozenset(pieces))
+
+    def _is_listed(self, piece: str) -> bool:
+        return any(piece in pieces for _, pieces in self._programs.values())
+
+    def _last_use(self, program: tuple[Record, frozenset[str]]) -> float:
+        return self._pins.last_use(program[0])
 
     def _drop(self, kind: Kind, key: str) -> bool:
-        size = self._sizes.get((kind, key))
-        claim = self._pins.claim(kind, key) if size is not None else None
-        if size is None or claim is None:
+        """Drop an entry, unless it is in use or a program lists it."""
+        if (kind, key) not in self._sizes:
+            return False
+        claim = self._pins.claim(kind, key)
+        if claim is None:
             return False
         with claim:
+            if kind is Kind.PIECE:
+                # Whoever stores a program pins its pieces first: from our claim on nobody can, and
+                # whoever did before is seen now.
+                self._learn()
+                if self._is_listed(key):
+                    return False
             self._table.delete(kind, key)
             claim.release(unlink=True)
-        del self._sizes[kind, key]
+        size = self._sizes.pop((kind, key))
         self._total -= size
         logger.info("cache: dropped %s %s, %d bytes, for the budget", kind.value, key[:12], size)
         return True

@@ -63,10 +63,8 @@ class Tagged(torch.nn.Module):
 @pytest.mark.parametrize("strategy", ["fx", "inductor"])
 def test_an_op_tagged_cudagraph_unsafe_is_a_boundary_without_being_named(strategy: str) -> None:
     module = Tagged().cuda().eval().requires_grad_(False)
-    config = pcgsvc.load_config(
-        [f"partition.strategy={strategy}", "compiler=inductor", "mode=piecewise"]
-        + ["capture.sizes=[4,8]", "dtype=float32"]
-    )
+    overrides = [f"partition.strategy={strategy}", "compiler=inductor", "mode=piecewise"]
+    config = pcgsvc.load_config([*overrides, "capture.sizes=[4,8]", "dtype=float32"])
     example = {"x": torch.randn(4, 32, device="cuda")}
     with pcgsvc.build_runner(module, example, dynamic_dims={"x": 0}, config=config) as runner:
         partition = runner.report["partition"]
