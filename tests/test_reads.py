@@ -24,7 +24,8 @@ from torch.nn import functional
 from warm_helpers import Sources, Start, Starter, sources, start  # noqa: F401 - fixtures
 
 import pcgsvc
-from pcgsvc import reads, trace
+from pcgsvc import artifacts, image, reads, trace
+from pcgsvc.image import op_identity
 from pcgsvc.ops import registry
 from pcgsvc.ops.support import Support
 from pcgsvc.reads import NotCanonicalError, Read, canonical, class_digest, code_digest
@@ -398,12 +399,26 @@ def test_an_environment_variable_that_the_forward_reads_counts(
     assert start(ReadsEnvironment()).warm
 
 
-def test_an_environment_variable_that_nothing_reads_does_not_count(
+def test_a_forward_that_reads_the_environment_minds_a_new_variable_but_not_a_missing_one(
     start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not start(ReadsEnvironment()).warm
+    # Dynamo does not say which variables it looked for and did not find.
     monkeypatch.setenv("PCGSVC_TEST_OTHER", "5")
+    assert not start(ReadsEnvironment()).warm
+    monkeypatch.delenv("PCGSVC_TEST_OTHER")
     assert start(ReadsEnvironment()).warm
+    monkeypatch.setenv("PCGSVC_TEST_NEW", "5")
+    changed = start(ReadsEnvironment())
+    assert not changed.warm
+    assert "PCGSVC_TEST_NEW are set now" in changed.reasons
+
+
+def test_the_environment_does_not_count_for_a_forward_that_reads_none_of_it(
+    start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not start(Flexible()).warm
+    monkeypatch.setenv("PCGSVC_TEST_SCALE", "5")
+    assert start(Flexible()).warm
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -652,28 +667,62 @@ class Net(nn.Module):
 
 
 def test_an_op_that_is_declared_otherwise_shares_neither_program_nor_piece(
-    start: Starter, sources: Sources
+    start: Starter, sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def text(schema: str, kernel: str) -> str:
-        return OWN_OP.format(lib="LIB", ns="pcgtest_own", schema=schema, kernel=kernel)
-
-    module = sources.load("own_op", text("Tensor x", "x * 2"))
+    text = OWN_OP.format(lib="LIB", ns="pcgtest_own", schema="Tensor x", kernel="x * 2")
+    module = sources.load("own_op", text)
     first = start(module.Net())
     assert first.right
     assert first.report["compile"]["num_compiled"] == 2
+    assert start(module.Net()).warm
+
+    def declared_otherwise(name: str) -> str:
+        return op_identity(name) + (" and more" if name == "pcgtest_own::z" else "")
+
+    monkeypatch.setattr(image, "op_identity", declared_otherwise)
+    monkeypatch.setattr(artifacts, "op_identity", declared_otherwise)
+    second = start(module.Net())
+    assert not second.warm
+    assert "operator pcgtest_own::z is declared differently" in second.reasons
+    # The region that calls the op is compiled anew, the other one is shared.
+    assert second.report["compile"]["num_compiled"] == 1
+    assert second.report["compile"]["num_loaded"] == 1
     module.LIB._destroy()
-    # The same text but for the declaration, in the same file: as two checkouts would have it.
-    module = sources.load("own_op", text("Tensor(a!) x", "x.add_(100).clone()"))
-    try:
-        second = start(module.Net())
-        assert second.right
-        assert not second.warm
-        assert "pcgtest_own::z" in second.reasons or "own_op.py" in second.reasons
-        # The region that calls the op is compiled anew, the other one is shared.
-        assert second.report["compile"]["num_compiled"] == 1
-        assert second.report["compile"]["num_loaded"] == 1
-    finally:
-        module.LIB._destroy()
+
+
+def test_the_identity_of_an_op_holds_schema_tags_kernel_and_fake() -> None:
+    identities = set()
+    for number, (schema, tags, fake) in enumerate(
+        [
+            ("Tensor x", (), lambda x: torch.empty_like(x)),
+            ("Tensor(a!) x", (), lambda x: torch.empty_like(x)),
+            ("Tensor x", (torch.Tag.needs_fixed_stride_order,), lambda x: torch.empty_like(x)),
+            ("Tensor x", (), lambda x: x.new_empty(x.shape)),
+        ]
+    ):
+        library = torch.library.Library(f"pcgtest_{number}", "DEF")
+        library.define(f"z({schema}) -> Tensor", tags=tags)
+        torch.library.register_fake(f"pcgtest_{number}::z", fake, lib=library)
+        identity = op_identity(f"pcgtest_{number}::z")
+        identities.add(identity.replace(f"pcgtest_{number}", ""))
+        library._destroy()
+    assert len(identities) == 4
+    assert op_identity("pcgtest_none::z") == "absent"
+    for number, by in enumerate((2, 3)):
+        kernel = torch.library.custom_op(f"pcgtest_made_{number}::z", mutates_args=())(doubler(by))
+        identities.add(op_identity(f"pcgtest_made_{number}::z").replace(f"_{number}", ""))
+        assert kernel is not None
+    assert len(identities) == 6
+
+
+def doubler(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def two(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def three(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    return two if by == 2 else three
 
 
 def test_a_changed_kernel_of_a_splitting_op_is_a_miss_that_names_the_op(
@@ -760,13 +809,17 @@ def test_objects_that_are_compared_by_identity_share_no_program(
     assert start(ComparesObjects(one)).warm
 
 
+class Named:
+    """A key of a dict that has no form."""
+
+
 class ReadsAnObject(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = {MARK: 2.0}
+        self.table = {Named(): 2.0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return attended(x * self.table[MARK])
+        return attended(x * len(self.table))
 
 
 class HoldsATensor(nn.Module):
@@ -780,7 +833,14 @@ class HoldsATensor(nn.Module):
 
 @pytest.mark.parametrize(
     ("factory", "words"),
-    [(ReadsAnObject, "builtins.object"), (HoldsATensor, "no parameter or buffer")],
+    [
+        (ReadsAnObject, "Named has no form"),
+        pytest.param(
+            HoldsATensor,
+            "no parameter or buffer",
+            marks=fault("pipeline: the image binds parameters and buffers only"),
+        ),
+    ],
 )
 def test_a_program_that_read_what_cannot_be_written_down_is_not_stored_and_the_report_says_so(
     start: Starter, factory: Callable[[], nn.Module], words: str
@@ -930,5 +990,3 @@ def test_a_user_module_that_is_called_like_one_of_pythons_counts(
     assert reads.is_versioned("os.path")
     reads.is_versioned.cache_clear()
 
-
-_ = fault

@@ -24,6 +24,7 @@ from store_helpers import (
 from pcgsvc.config import CacheMode
 from pcgsvc.disk.bytes_disk import row_name
 from pcgsvc.disk.envelope import Entry, Kind
+from pcgsvc.disk.usage import Pins
 
 A, B, C, P, Q = (key(name) for name in "abcpq")
 
@@ -106,6 +107,28 @@ def test_a_piece_that_a_remaining_program_lists_stays(root: Path) -> None:
         assert store.get_program(key("a")).miss == "absent"
         assert store.get_piece(key("shared")).hit
         assert store.check().ok
+
+
+def test_a_program_stored_while_others_are_being_dropped_keeps_its_pieces(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(root) as dead:
+        dead.put_piece(A, b"a" * 20_000, facts={})
+    claim = Pins.claim
+
+    def late(pins: Pins, kind: Kind, name: str) -> Any:
+        if (kind, name) == (Kind.PIECE, A):
+            with open_store(root) as other:  # after the pass began, and done before the claim
+                assert other.get_piece(A).hit
+                assert other.put_program(P, b"{}", pieces=[A], facts={})
+        return claim(pins, kind, name)
+
+    with open_store(root, max_bytes=21_000) as store:
+        monkeypatch.setattr(Pins, "claim", late)
+        store.put_piece(C, b"c" * 2000, facts={})
+        monkeypatch.undo()
+        assert store.get_program(P).hit
+        assert store.get_piece(A).hit
 
 
 def test_what_was_got_is_in_use_even_if_its_pin_was_lost(root: Path) -> None:

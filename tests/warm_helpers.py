@@ -108,6 +108,9 @@ class Sources:
             sys.modules.pop(each, None)
             # Dynamo's own alias of the module, among the globals of the function that is traced.
             vars(trace).pop(f"__import_{each}", None)
+        convert = sys.modules.get("torch._dynamo.symbolic_convert")
+        if convert is not None:  # it keeps the modules that it has imported
+            convert._import_module.cache_clear()
 
 
 @pytest.fixture

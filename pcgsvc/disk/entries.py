@@ -105,7 +105,11 @@ class Entries:
         self.pins.touch(entry.kind, entry.key)
         with self._mutex:
             self._renewed.add((entry.kind, entry.key))
-        enforce_budget(self.table, self.pins, self._max_bytes)
+        if over := enforce_budget(self.table, self.pins, self._max_bytes):
+            self.warn_once(
+                f"{over} bytes over its budget of {self._max_bytes}: what is left is in use",
+                topic="over budget",
+            )
         return True
 
     @contextlib.contextmanager

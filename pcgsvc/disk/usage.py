@@ -158,7 +158,8 @@ def enforce_budget(table: Table, pins: Pins, max_bytes: int) -> int:
         max_bytes: the budget, in bytes of envelopes.
 
     Returns:
-        How many bytes were dropped.
+        By how many bytes what is left, and so in use, is over the budget; 0 if it fits, or if
+        somebody else is at it.
     """
     try:
         held = acquire(table.data / _EVICTION_LOCK)
@@ -179,7 +180,7 @@ class _Eviction:
         self._pins = pins
         self._max_bytes = max_bytes
         self._sizes = {(r.kind, r.key): r.size for r in table.listing().records}
-        self._before = self._total = sum(self._sizes.values())
+        self._total = sum(self._sizes.values())
         self._programs: dict[str, tuple[Record, frozenset[str]]] = {}
         """By key, with the pieces that each lists."""
 
@@ -197,13 +198,7 @@ class _Eviction:
                 del self._programs[record.key]
                 for piece in pieces:
                     self._drop(Kind.PIECE, piece)
-        if self._total > self._max_bytes:
-            logger.warning(
-                "cache: %d bytes, over its budget of %d: what is left is in use",
-                self._total,
-                self._max_bytes,
-            )
-        return self._before - self._total
+        return max(0, self._total - self._max_bytes)
 
     def _learn(self) -> None:
         """Read the programs that are new since the last time.

@@ -1,16 +1,18 @@
 """One process of test_store_processes.py; imports no torch.
 
-Prints `ready`, waits for a line on stdin, does its work, prints one line of JSON.
+Prints `ready`; for each line on stdin does its work and prints one line of JSON.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import random
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +56,54 @@ def overwrite(store: Store, keys: list[str]) -> dict[str, Any]:
             assert store.put_piece(key, payload(key)[: random.randrange(1, 9000)], facts={})
 
 
-def main() -> None:
-    """Run the job named on the command line: job, root, keys, further arguments."""
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
-    job, root, keys, *rest = sys.argv[1:]
+def part(key: str) -> Built:
+    """Build a smaller piece."""
+    return Built(payload(key)[:20_000])
+
+
+def use_small_budget(root: str, seconds: float) -> dict[str, Any]:
+    """Build and load programs that share pieces; what is found must be whole."""
+    end, hits = time.monotonic() + seconds, 0
+    keys = [hashlib.sha256(str(n).encode()).hexdigest() for n in range(24)]
+    while time.monotonic() < end:
+        number = random.randrange(24)
+        program, pieces = keys[number], [keys[(number * 7 + n) % 17] for n in range(4)]
+        with Store.open(root, max_bytes=200_000, timeout_s=60) as store, store.lock(program):
+            found = store.get_program(program)
+            for piece in found.pieces:
+                assert store.get_piece(piece).value == payload(piece)[:20_000]
+            hits += found.hit
+            if not found.hit:
+                assert found.miss == "absent", found.miss
+                for piece in pieces:
+                    store.get_or_build(piece, partial(part, piece))
+                assert store.put_program(program, b"{}", pieces=pieces, facts={})
+    return {"hits": hits}
+
+
+def work(root: str, job: str, arguments: list[str]) -> dict[str, Any]:
+    """Do one job in a store that is opened for it."""
+    if job == "budget":
+        return use_small_budget(root, float(arguments[0]))
     mode = CacheMode.REFRESH if job == "overwrite" else CacheMode.READWRITE
-    print("ready", flush=True)  # noqa: T201 - the parent reads it
-    sys.stdin.readline()
     with Store.open(root, mode=mode, timeout_s=60) as store:
         if job == "build":
-            result = build_one(store, keys, Path(rest[0]))
-        elif job == "open":
-            result = open_at_once(store, keys)
-        else:
-            result = overwrite(store, keys.split(","))
-    result["torch"] = "torch" in sys.modules
-    print(json.dumps(result), flush=True)  # noqa: T201
+            return build_one(store, arguments[0], Path(arguments[1]))
+        if job == "open":
+            return open_at_once(store, arguments[0])
+        return overwrite(store, arguments)
+
+
+def main() -> None:
+    """Serve the jobs that come on stdin: root, job and its arguments, one job a line."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    print("ready", flush=True)  # noqa: T201 - the parent reads it
+    for line in sys.stdin:
+        root, job, *arguments = json.loads(line)
+        if job == "budget":
+            logging.getLogger("pcgsvc").setLevel(logging.ERROR)  # over it while all is in use
+        result = work(root, job, arguments) | {"torch": "torch" in sys.modules}
+        print(json.dumps(result), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -24,59 +23,63 @@ PACKAGE = Path(__file__).parent.parent.parent
 
 
 class Worker:
-    """One process, started and waiting."""
+    """One process that waits for jobs; what it logs goes to a file."""
 
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(PACKAGE)},
-        )
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | {"PYTHONPATH": str(PACKAGE)},
+            )
 
-    def wait_ready(self) -> None:
+    def line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line == "ready\n", self.process.stderr and self.process.stderr.read()
+        assert line, self.log.read_text()
+        return line
 
-    def go(self) -> None:
+    def go(self, root: Path, *job: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(json.dumps([str(root), *job]) + "\n")
         self.process.stdin.flush()
 
     def result(self) -> dict[str, Any]:
-        out, errors = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, errors
-        result = json.loads(out)
-        assert not errors, errors  # warnings: nothing may be damaged, lost or locked out
+        result = json.loads(self.line())
+        # Warnings: nothing may be damaged, lost or locked out.
+        assert self.log.read_text() == ""
         assert result.pop("torch") is False
         return dict(result)
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        assert self.log.read_text() == ""
 
-Starter = Callable[[list[list[str]]], list[Worker]]
+
+Starter = Callable[[int], list[Worker]]
 
 
 @pytest.fixture
-def start_workers() -> Iterator[Starter]:
-    """Start processes that begin their work at once, and let none outlive the test."""
+def start_workers(tmp_path: Path) -> Iterator[Starter]:
+    """Start processes, and let none outlive the test."""
     all_workers: list[Worker] = []
 
-    def start(argument_lists: list[list[str]]) -> list[Worker]:
-        workers = [Worker(*arguments) for arguments in argument_lists]
-        all_workers.extend(workers)
-        for worker in workers:
-            worker.wait_ready()
-        for worker in workers:
-            worker.go()
-        return workers
+    def start(count: int) -> list[Worker]:
+        number = len(all_workers)
+        new = [Worker(tmp_path / f"worker {number + n}") for n in range(count)]
+        all_workers.extend(new)
+        assert [worker.line() for worker in new] == ["ready\n"] * count
+        return new
 
     yield start
     for worker in all_workers:
-        if worker.process.poll() is None:
+        if worker.process.returncode is None:
             worker.process.kill()
-        with contextlib.suppress(ValueError):  # read and closed already
             worker.process.communicate()
 
 
@@ -106,10 +109,11 @@ def test_one_of_eight_processes_builds_and_all_load_it_though_one_is_killed(
     tmp_path: Path, start_workers: Starter
 ) -> None:
     rng = random.Random(0)
-    root, num_built = tmp_path / "root", []
+    root, num_built, workers = tmp_path / "root", [], start_workers(8)
     for turn in range(10):
         name, log = key(f"round {turn}"), tmp_path / f"log {turn}"
-        workers = start_workers([["build", str(root), name, str(log)]] * 8)
+        for worker in workers:
+            worker.go(root, "build", name, str(log))
         if turn % 2:  # any of them, at any time
             time.sleep(rng.uniform(0.0, 0.2))
             victim = rng.choice(workers)
@@ -117,29 +121,32 @@ def test_one_of_eight_processes_builds_and_all_load_it_though_one_is_killed(
             pid = wait_for_a_builder(log)
             victim = next(w for w in workers if w.process.pid == pid)
             time.sleep(rng.uniform(0.0, 0.08))
-        victim.process.kill()
-        victim.process.communicate()
-        results = [worker.result() for worker in workers if worker is not victim]
+        victim.kill()
+        workers.remove(victim)
+        results = [worker.result() for worker in workers]
         assert all(result["right"] and result["stored"] for result in results)
         expect_one_builder_at_a_time(log, victim.process.pid)
         built = sum(result["built"] for result in results)
+        assert built <= 1
         if built == 0:  # then the killed one had built and stored it
             assert f"end {victim.process.pid}\n" in log.read_text()
-        assert built <= 1
         num_built.append(built)
         with Store.open(str(root), mode=CacheMode.READ) as store:
             report = store.check()
             assert (report.problems, report.quarantined) == ([], [])
             assert report.num_pieces == turn + 1
+        workers += start_workers(1)
     assert 1 in num_built
 
 
 def test_twelve_processes_that_open_an_empty_root_at_once_all_store(
     tmp_path: Path, start_workers: Starter
 ) -> None:
+    workers = start_workers(12)
     for turn in range(3):
         root = tmp_path / f"root {turn}"
-        workers = start_workers([["open", str(root), key(f"process {n}")] for n in range(12)])
+        for number, worker in enumerate(workers):
+            worker.go(root, "open", key(f"process {number}"))
         assert [worker.result() for worker in workers] == [{"stored": True, "right": True}] * 12
         with Store.open(str(root)) as store:
             report = store.check()
@@ -153,11 +160,15 @@ def test_writers_killed_while_they_overwrite_leave_no_damage(
 ) -> None:
     rng = random.Random(seed)
     root, names = tmp_path / "root", [key(f"piece {n}") for n in range(4)]
-    for worker in start_workers([["overwrite", str(root), ",".join(names)]] * 4):
-        time.sleep(rng.uniform(0.1, 0.4))
-        worker.process.kill()
-        _, errors = worker.process.communicate()
-        assert not errors
+    workers = start_workers(4)
+    for worker in workers:
+        worker.go(root, "overwrite", *names)
+    with Store.open(str(root)) as store:
+        while not all(store.get_piece(name).hit for name in names):
+            time.sleep(0.01)
+    for worker in workers:
+        time.sleep(rng.uniform(0.05, 0.3))
+        worker.kill()
     with Store.open(str(root)) as store:
         report = store.check(fix=True)
         assert (report.problems, report.quarantined) == ([], [])
@@ -165,3 +176,17 @@ def test_writers_killed_while_they_overwrite_leave_no_damage(
         assert all(store.get_piece(name).hit for name in names)
         assert store.put_piece(names[0], b"x", facts={})
         assert not store.check().strays
+
+
+def test_programs_found_are_whole_while_others_drop_them_for_the_budget(
+    tmp_path: Path, start_workers: Starter
+) -> None:
+    root = tmp_path / "root"
+    workers = start_workers(4)
+    for worker in workers:
+        worker.go(root, "budget", "3")
+    assert sum(worker.result()["hits"] for worker in workers) > 0
+    with Store.open(str(root)) as store:
+        report = store.check()
+        assert (report.problems, report.strays) == ([], [])
+        assert report.num_bytes < 400_000
