@@ -62,7 +62,7 @@ class Tally:
     compiled: int = 0
     loaded: int = 0
     unsaved: list[str] = field(default_factory=list)
-    """Pieces that were compiled and could not be stored, with the reason."""
+    """What was made and could not be written down, with the reason."""
 
 
 class Artifacts:
@@ -130,6 +130,9 @@ class Artifacts:
 
     def save(self, facts: Mapping[str, Any], image: ProgramImage) -> bool:
         """Store a program beside those that differ from it in what tracing read."""
+        if image.out_tree is None:
+            self._unsaved("the result", "a class in it is not registered with a name in pytree")
+            return False
         key, data = key_of(facts), to_json(image)
         variants, pieces = [data.decode()], set(self._piece_keys(image))
         if self._inductor:  # goes where the program goes, or a fresh machine would compile it
@@ -269,11 +272,14 @@ class Artifacts:
                 self._store.put_piece(key_of(facts), build().value, facts=facts)
                 return fresh[0]
         except _UnsavedError as error:
-            self.tally.unsaved.append(f"{piece.name} cannot be written down: {error}")
-            logger.warning("cache: %s is not stored: %s", piece.name, error)
+            self._unsaved(piece.name, str(error))
             return error.piece
         self.tally.loaded += 1
         return loaded
+
+    def _unsaved(self, what: str, why: str) -> None:
+        self.tally.unsaved.append(f"{what} cannot be written down: {why}")
+        logger.warning("cache: %s cannot be written down: %s", what, why)
 
     def _compile(self, piece: Piece, dump_path: Path | None) -> tuple[CompiledPiece, bytes]:
         assert piece.document is not None

@@ -9,7 +9,7 @@ Shapes: T = rows with padding, R = most requests, B = KV blocks per request.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +128,10 @@ def check_batch(batch: Batch | None, num_tokens: int, cache: CacheGeometry | Non
 
 
 def _lengths(name: str, given: Any) -> list[int]:
-    values = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray)) else list(given)
+    values = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray)) else given
+    if not isinstance(values, Iterable):
+        raise BatchError(f"batch.{name}: got {given!r}, a list of lengths is needed.")
+    values = list(values)
     if not values:
         raise BatchError(f"batch.{name}: got an empty list; at least one request is needed.")
     for value in values:
@@ -179,6 +182,10 @@ def _host_ints(name: str, given: Any, dims: int) -> Ints:
     try:
         values = np.asarray(given)
     except ValueError:  # ragged rows
+        if not all(isinstance(row, Sequence) for row in given):
+            raise BatchError(
+                f"batch.{name}: got {given!r}; one list per request is needed."
+            ) from None
         width = max(len(row) for row in given)
         values = np.asarray([[*row, *([0] * (width - len(row)))] for row in given])
     if values.ndim != dims or values.dtype.kind not in "iu" or not values.size:

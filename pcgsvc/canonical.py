@@ -9,6 +9,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class Seen:
         self.graph_inputs: list[Any] = []
         self.shape_env: Any = None
         self.guards: list[Guard] = []
+        self.refusal: str | None = None
         self.sentinels: list[torch.Tensor] = []
 
     def guard_sink(self, entries: Sequence[Any]) -> None:
@@ -57,9 +59,17 @@ class Seen:
         """Keep the graph, and hand back sentinels in place of results."""
         self.graph, self.graph_inputs = graph, list(inputs)
         self.shape_env = torch_private.tracing_shape_env()
+        outside = [s for s in torch_private.side_effects() if not s.startswith("L['module']")]
+        if outside:  # raised here, before Dynamo's bytecode carries it out
+            self.refusal = (
+                f"the forward changes {', '.join(outside)}: a Python side effect, which would "
+                "happen once, at tracing, and never again. Return the value instead."
+            )
+            raise RuntimeError(self.refusal)
         (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
-        self.sentinels = [torch.empty(0) for _ in outputs]
-        return lambda *args: tuple(self.sentinels)
+        sentinels = tuple(torch.empty(0) for _ in outputs)
+        self.sentinels = list(sentinels)
+        return lambda *args: sentinels
 
 
 class Canonical:
@@ -86,10 +96,10 @@ class Canonical:
     def build(self) -> TracedGraph:
         """Return the canonical graph."""
         bindings = self._bind()
-        self._merge_sizes(bindings)
         self._drop_noise()
         self._check_static()
         self._decompose_sizes()
+        self._refuse_input_writes(bindings)
         output = next(n for n in self.graph.nodes if n.op == "output")
         outputs, constants, kept = self._match_outputs(output)
         output.args = (tuple(output.args[0][i] for i in kept),)
@@ -113,6 +123,22 @@ class Canonical:
             ops=Counter(name for n in self.graph.nodes for name in op_names(n)[:1]),
         )
 
+    def _refuse_input_writes(self, bindings: dict[torch.fx.Node, Binding]) -> None:
+        """Refuse writes to inputs: a runner has its own, and the caller's would stay as it was."""
+        storages = {
+            torch_private.storage_id(n.meta["example_value"]): b.name
+            for n, b in bindings.items()
+            if b.kind == "input"
+        }
+        for node in self.graph.nodes:
+            for written in mutated_args(node):
+                name = storages.get(torch_private.storage_id(written.meta["example_value"]))
+                if name is not None:
+                    raise TraceError(
+                        f"the forward writes to its input {name!r} at {user_line(node)}; a runner "
+                        "copies inputs, so the caller's tensor would not change. Write to a clone."
+                    )
+
     # -- placeholders --
 
     def _bind(self) -> dict[torch.fx.Node, Binding]:
@@ -133,7 +159,11 @@ class Canonical:
             kind, name = self._name_of(node, value, by_example)
             if kind != "input":
                 self._bound[name] = value
-            bindings[node] = Binding(kind=kind, name=name, spec=self._spec_of(node))
+            bindings[node] = Binding(kind=kind, name=name, spec=None)
+        self._merge_sizes(bindings)
+        for node, binding in bindings.items():
+            if binding.kind != "size":
+                bindings[node] = replace(binding, spec=self._spec_of(node))
         return bindings
 
     def _name_of(
@@ -293,8 +323,10 @@ class Canonical:
         constants: dict[int, Any] = {}
         kept: list[int] = []
         for at, leaf in enumerate(self.leaves):
-            if id(leaf) in places:
-                place = places[id(leaf)]
+            place = places.get(id(leaf), -1)
+            given = output.args[0][place] if place >= 0 else None  # type: ignore[index]
+            example = None if given is None else given.meta["example_value"]  # type: ignore[union-attr]
+            if isinstance(example, torch.Tensor):
                 if place not in kept:
                     kept.append(place)
                 outputs.append(("graph", kept.index(place)))

@@ -81,11 +81,11 @@ def resolve_mode(
     """
     out = Resolution(requested=requested, resolved=requested)
     if num_boundaries == 0:
-        if requested is PIECEWISE:
+        if requested in (PIECEWISE, Mode.FULL_AND_PIECEWISE):
             out.resolved = FULL
             out.reasons.append(
-                "piecewise was asked for, but no splitting op was found in the graph: everything "
-                "in it can be captured, so it runs as full"
+                f"{requested.value} was asked for, but no splitting op was found in the graph: "
+                "everything in it can be captured, so it runs as full"
             )
         return out
     if requested in (NONE, PIECEWISE) or support is Support.ALWAYS:

@@ -82,7 +82,7 @@ def generate_ids(
         raise BatchError(f"max_new_tokens: got {max_new_tokens}, at least 1 is needed.")
     requests = _requests(prompts, max_new_tokens, geometry)
     most = max((k[1].num_tokens for k in parts.table.entries), default=parts.workspace.max_tokens)
-    for chunk in _chunks(requests, most):
+    for chunk in _chunks(requests, most, parts.workspace.max_reqs):
         _step(runner, chunk)
     running = list(requests)
     while running:
@@ -117,8 +117,10 @@ def _requests(
     return requests
 
 
-def _chunks(requests: Sequence[Request], most: int) -> Iterator[list[tuple[Request, int]]]:
-    """Cut the prompts into flat batches of at most `most` rows, in order."""
+def _chunks(
+    requests: Sequence[Request], most: int, max_reqs: int
+) -> Iterator[list[tuple[Request, int]]]:
+    """Cut the prompts, in order, into flat batches of at most `most` rows, `max_reqs` requests."""
     chunk: list[tuple[Request, int]] = []
     room = most
     for request in requests:
@@ -128,7 +130,7 @@ def _chunks(requests: Sequence[Request], most: int) -> Iterator[list[tuple[Reque
             chunk.append((request, take))
             left -= take
             room -= take
-            if not room:
+            if not room or len(chunk) == max_reqs:
                 yield chunk
                 chunk, room = [], most
     if chunk:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,8 +47,9 @@ class ProgramImage:
     outputs: tuple[tuple[str, int], ...]
     """Per tensor leaf of the result: ("graph", result index) or ("input", input index)."""
     output_specs: tuple[TensorSpec, ...]
-    out_tree: str
-    """pytree spec of the forward's result, serialised."""
+    out_tree: str | None
+    """pytree spec of the forward's result, serialised; None: it holds a class that torch cannot
+    write down, and the program cannot be stored."""
     constants: dict[int, Any]
     """Leaves of the result that are no tensors."""
     predicate: SizePredicate
@@ -72,6 +73,8 @@ class ProgramImage:
     """Modules that register the ops; imported before the program is loaded."""
     num_guards: int = 0
     """How many guards tracing recorded."""
+    live_tree: Any = field(default=None, compare=False, repr=False)
+    """The pytree spec itself, where the program was traced in this process."""
 
     def count(self, kind: Kind) -> int:
         """Return how many pieces are of a kind."""
@@ -79,7 +82,7 @@ class ProgramImage:
 
     def tree(self) -> Any:
         """Return the pytree spec of the forward's result."""
-        return pytree.treespec_loads(self.out_tree)
+        return self.live_tree or pytree.treespec_loads(self.out_tree or "")
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the bound parameters and buffers by name; CompileError if one is missing."""
@@ -112,7 +115,7 @@ def image_of(
         spec=program_of(traced, partition),
         outputs=tuple(traced.outputs),
         output_specs=tuple(traced.output_specs),
-        out_tree=pytree.treespec_dumps(traced.out_tree),
+        out_tree=_written(traced.out_tree),
         constants=dict(traced.constants),
         predicate=traced.predicate,
         mutated=tuple(traced.mutated),
@@ -131,7 +134,17 @@ def image_of(
         files=files,
         modules=tuple(sorted(_op_modules(schemas))),
         num_guards=len(traced.guards),
+        live_tree=traced.out_tree,
     )
+
+
+def _written(tree: Any) -> str | None:
+    """Return a pytree spec as text; None for a class registered without a name to write."""
+    try:
+        text = str(pytree.treespec_dumps(tree))
+        return text if pytree.treespec_loads(text) == tree else None
+    except (NotImplementedError, ValueError, TypeError):
+        return None
 
 
 # ---- custom ops ----------------------------------------------------------------------------------
@@ -199,7 +212,8 @@ def new_boundaries(image: ProgramImage, names: list[str] | None) -> list[str]:
 
 def to_json(image: ProgramImage) -> bytes:
     """Return an image as JSON."""
-    tree = asdict(image)
+    tree = asdict(replace(image, live_tree=None))
+    del tree["live_tree"]
     tree["spec"]["steps"] = [{**s, "kind": s["kind"].value} for s in tree["spec"]["steps"]]
     tree["constants"] = sorted(image.constants.items())
     return json.dumps(tree, sort_keys=True).encode()
@@ -229,11 +243,11 @@ def from_json(data: bytes) -> ProgramImage:
             modules=tuple(tree.pop("modules")),
             **tree,
         )
+        wrong = [h for h, document in image.documents.items() if digest(document) != h]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CompileError(
             f"stored program: malformed ({type(error).__name__}: {error})"
         ) from error
-    wrong = [h for h, document in image.documents.items() if digest(document) != h]
     if wrong or not image.pieces:
         raise CompileError(f"stored program: no pieces, or documents that are not theirs: {wrong}")
     return image

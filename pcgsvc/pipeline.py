@@ -216,7 +216,8 @@ def _building(request: Request) -> Iterator[CompilerFolder]:
     """Hold the build lock, fix torch's modes, and give the compilers a folder of ours."""
     folder = CompilerFolder()
     inductor = request.config.compiler.name is Compiler.INDUCTOR
-    with BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
+    plain = torch.autocast(request.device.type, enabled=False)  # the caller's is not built in
+    with BUILD_LOCK, torch.inference_mode(False), torch.no_grad(), plain:
         try:
             with folder.in_use(inductor=inductor):
                 yield folder
@@ -407,7 +408,7 @@ class _Stages:
             except NoProgramError as error:
                 if str(error) not in self.misses:
                     self.misses.append(str(error))
-                    logger.info("cache: no stored program fits: %s", error)
+                    logger.info("cache: no stored program fits: %s", str(error))
                 return None
         self.start = "warm"
         return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
 from pcgsvc.errors import CompileError
 from pcgsvc.nodes import mutated_args
@@ -235,17 +236,21 @@ def padded_tensors(
 ) -> list[torch.Tensor]:
     """Return the tensors whose padding rows must be zero after a splitting op."""
     found = [_argument(call, number, args, kwargs) for number in call.zeroes]
-    if call.call.row_result and isinstance(result, torch.Tensor):
-        found.append(result)
+    if call.call.row_result:
+        found += [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
     return found
 
 
 def _argument(call: BoundCall, number: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
     encoded_args, encoded_kwargs = call.call.row[2][1], call.call.row[3][1]
-    for at, item in enumerate(encoded_args):
+    places = [(item, args[at]) for at, item in enumerate(encoded_args)]
+    places += [(item, kwargs[key[1]]) for key, item in encoded_kwargs]
+    for item, value in places:
         if item == ["v", number]:
-            return args[at]
-    return next(kwargs[k[1]] for k, v in encoded_kwargs if v == ["v", number])
+            return value
+        if item[0] in ("list", "tuple") and ["v", number] in item[1]:
+            return value[item[1].index(["v", number])]
+    raise AssertionError(f"value {number} is no argument of {call.call.row[1]}")
 
 
 def zero_padding(tensors: Sequence[torch.Tensor]) -> None:
@@ -300,13 +305,19 @@ def _call_of(
     splitting: str | None,
     number: Callable[[torch.fx.Node], int],
 ) -> Call:
-    def rows_first(value: torch.fx.Node) -> bool:
-        example = value.meta.get("example_value")
-        return isinstance(example, torch.Tensor) and 0 in traced.spec_of(value).row_dims()
+    def rows_of(example: Any) -> bool:
+        if not isinstance(example, torch.Tensor) or not example.dim():
+            return False
+        return traced.size_of(example.shape[0]) == "s"
 
-    written = {a for a in mutated_args(node) if splitting is not None and rows_first(a)}
+    written = {
+        a
+        for a in mutated_args(node)
+        if splitting is not None and rows_of(a.meta.get("example_value"))
+    }
     row = encode_row(node, number)
-    row_result = splitting is not None and not written and rows_first(node)
+    made = pytree.tree_leaves(node.meta.get("example_value"))
+    row_result = splitting is not None and bool(made) and all(map(rows_of, made))
     row_args = tuple(sorted(number(a) for a in written))
     return Call(
         row=row,

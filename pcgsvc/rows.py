@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 import json
+import keyword
 import math
 import operator
 import types
@@ -71,17 +72,33 @@ def find_target(name: str) -> Callable[..., Any]:
     return function
 
 
+_FUNCTION_HOMES = {"torch", "torch.functional", "torch.nn.functional", "torch._jit_internal"}
+_FUNCTION_HOMES |= {"torch.amp.autocast_mode", "torch._tensor", "torch._C", "torch._C._nn"}
+
+
+def _may_be_called(function: Any) -> bool:
+    """Whether a callable under torch computes: `torch.load`, `torch.hub.load` and such do not."""
+    if torch_private.is_torch_op(function):
+        return True
+    home = getattr(function, "__module__", None)  # None: written in C
+    return home is None or home.split("torch._C._")[0] in ("", *_FUNCTION_HOMES)
+
+
 def _find(name: str) -> Any:
     home, _, rest = name.partition(".")
     found = _HOMES.get(home)
     if home == "builtins" and rest not in _BUILTINS:
+        return None
+    if any(part.startswith("__") for part in rest.split(".")) and not rest.startswith("ops."):
         return None
     for part in rest.split("."):
         found = getattr(found, part, None)
         # torch.os.system is a path of attributes as well: stay inside the home package.
         if isinstance(found, types.ModuleType) and not found.__name__.startswith(home):
             return None
-    return found
+    if rest.startswith("ops.") and not torch_private.is_torch_op(found):
+        return None
+    return found if home != "torch" or not callable(found) or _may_be_called(found) else None
 
 
 # ---- constants -----------------------------------------------------------------------------------
@@ -133,7 +150,8 @@ def source_of(item: Sequence[Any], name: Callable[[int], str]) -> str:
         value = float.fromhex(rest[0])
         return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
     if kind == "complex":
-        return f"complex({float.fromhex(rest[0])!r}, {float.fromhex(rest[1])!r})"
+        real, imaginary = (source_of(["float", part], name) for part in rest)
+        return f"complex({real}, {imaginary})"
     if kind == "torch":
         return f"torch.{rest[0].removeprefix('torch.')}"
     if kind == "device":
@@ -235,19 +253,80 @@ def python_of(document: Document, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def check_document(document: Document) -> None:
+    """Refuse a document that is malformed or holds anything but calls and constants we know.
+
+    Its text becomes Python source, so that names in it must be names and nothing else.
+
+    Raises:
+        CompileError: naming the row.
+    """
+    known = len(document["inputs"])
+    for op, target, args, kwargs in document["rows"]:
+        if op == "call_function":
+            find_target(str(target))
+        elif op != "call_method" or not _is_method(str(target)):
+            raise CompileError(f"stored piece: row {op!r} {target!r} is not of a known kind.")
+        try:
+            _check_item(args, known)
+            _check_item(kwargs, known)
+            words = [k[1] for k, _ in kwargs[1]]
+        except (TypeError, ValueError, IndexError, KeyError) as error:
+            raise CompileError(f"stored piece: row {target!r} is malformed: {error}.") from error
+        if args[0] != "list" or kwargs[0] != "dict" or not all(map(_is_word, words)):
+            raise CompileError(f"stored piece: row {target!r} is malformed.")
+        known += 1
+    if not all(type(i) is int and 0 <= i < known for i in document["outputs"]):
+        raise CompileError(f"stored piece: outputs {document['outputs']} do not exist.")
+
+
+def _is_word(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _is_method(name: str) -> bool:
+    public = not name.startswith("_") or name in _OPERATORS
+    return public and _is_word(name) and hasattr(torch.Tensor, name)
+
+
+def _check_item(item: Any, known: int) -> None:
+    """Check one encoded value; any exception means that it is malformed."""
+    kind, *rest = item
+    if kind in ("list", "tuple", "slice"):
+        for value in rest[0]:
+            _check_item(value, known)
+    elif kind == "dict":
+        for key, value in rest[0]:
+            _check_item(key, known)
+            _check_item(value, known)
+    elif kind == "v":
+        if type(rest[0]) is not int or not 0 <= rest[0] < known:
+            raise CompileError(f"stored piece: value {rest[0]!r} does not exist.")
+    elif kind == "torch":
+        named = getattr(torch, str(rest[0]).removeprefix("torch."), None)
+        if not isinstance(named, _NAMED):
+            raise CompileError(f"stored piece: {rest[0]!r} is no constant of torch.")
+    elif kind in ("bool", "int", "str"):
+        if type(rest[0]).__name__ != kind:
+            raise CompileError(f"stored piece: {rest[0]!r} is no {kind}.")
+    elif kind not in ("none", "ellipsis", "float", "complex", "device"):
+        raise CompileError(f"stored piece: unknown constant kind {kind!r}.")
+
+
+_OPERATORS = {n for n in vars(operator) if n.startswith("__") and n in vars(torch._C.TensorBase)}
+
+
 def function_of(document: Document, name: str) -> Callable[..., tuple[Any, ...]]:
     """Build the function of `python_of`. Every callable must be found by `find_target` first.
 
     Raises:
         CompileError: the document names a callable that does not exist here, or is malformed.
     """
-    for op, target, _, _ in document["rows"]:
-        if op == "call_function":
-            find_target(target)
-        elif op != "call_method" or not str(target).isidentifier():
-            raise CompileError(f"stored piece: row {op!r} {target!r} is not of a known kind.")
+    check_document(document)
     source = python_of(document, name)
-    space: dict[str, Any] = {**_HOMES, "torch": torch, "__builtins__": {}}
+    allowed = {k: getattr(builtins, k) for k in _BUILTINS}
+    space: dict[str, Any] = {**_HOMES, "builtins": types.SimpleNamespace(**allowed)}
+    space["__builtins__"] = {}
     space |= {"float": float, "complex": complex, "slice": slice}
     filename = f"<pcgsvc {digest(source)[:12]}>"
     exec(compile(source, filename, "exec"), space)

@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pcgsvc.batch import Batch, CheckedBatch, check_batch
+from pcgsvc.canonical import tensors_of
 from pcgsvc.config import Config, Mode, OnUncovered, Outputs
 from pcgsvc.dispatch import BatchDescriptor, Dispatch, DispatchTable
 from pcgsvc.errors import BatchError, PcgError, StaleAddressError, UncoveredError
@@ -126,7 +127,9 @@ class Runner:
             inputs, num_tokens = self._bind(parts, args, kwargs)
             checked = self._check(parts, batch, num_tokens)
             uniform = parts.dispatch.is_uniform(checked.query_lens)
-            found = parts.dispatch.find(num_tokens, len(checked.query_lens), uniform)
+            found = None
+            if not parts.predicate.conditions or parts.predicate.broken_by(num_tokens) is None:
+                found = parts.dispatch.find(num_tokens, len(checked.query_lens), uniform)
             if found is None:
                 self._count_uncovered(parts, checked, uniform)
             self._check_weights(all_of_them=parts.config.debug.check_addresses)
@@ -144,7 +147,8 @@ class Runner:
             query_lens: new tokens of each request; None: one request.
         """
         parts = self._open()
-        batch = check_batch(Batch(query_lens=query_lens or [num_tokens]), num_tokens, None)
+        lens = [num_tokens] if query_lens is None else query_lens
+        batch = check_batch(Batch(query_lens=lens), num_tokens, None)
         uniform = parts.dispatch.is_uniform(batch.query_lens)
         return parts.dispatch.plan(num_tokens, len(batch.query_lens), uniform)
 
@@ -284,7 +288,7 @@ class Runner:
         changed = {
             k
             for k, v in given.items()
-            if k not in names and (k not in parts.constants or parts.constants[k] != v)
+            if k not in names and not (k in parts.constants and _same(parts.constants[k], v))
         }
         if len(args) > len(names) or twice or changed or not set(names) <= set(given):
             fixed = f", with {dict(parts.constants)} fixed when built" if parts.constants else ""
@@ -400,9 +404,10 @@ class Runner:
         else:
             first = self._next_weight
             chosen = weights[first : first + _WEIGHTS_PER_CALL]
-            self._next_weight = first + _WEIGHTS_PER_CALL if chosen else 0
+            after = first + _WEIGHTS_PER_CALL
+            self._next_weight = after if after < len(weights) else 0
         for holder, key, tensor, address, name in chosen:
-            if holder.get(key) is not tensor or tensor.data_ptr() != address:
+            if holder.get(key) is not tensor or (address and tensor.data_ptr() != address):
                 raise StaleAddressError(
                     f"{name}: its memory was replaced after capture; the graphs read the old "
                     "memory. Update weights in place (param.copy_(…), load_state_dict), or build "
@@ -410,7 +415,7 @@ class Runner:
                 )
 
 
-_Weight = tuple[dict[str, Any], str, torch.Tensor, int, str]
+_Weight = tuple[dict[str, Any], str, Any, int, str]
 
 
 def _weights(parts: RunnerParts) -> list[_Weight]:
@@ -420,12 +425,23 @@ def _weights(parts: RunnerParts) -> list[_Weight]:
         return []
     found: list[_Weight] = []
     for prefix, sub in module.named_modules(remove_duplicate=False):
+        for key, child in sub._modules.items():  # a replaced submodule brings other weights
+            if child is not None and any(id(t) in bound for t in tensors_of(child).values()):
+                found.append((sub._modules, key, child, 0, f"{prefix}.{key}".lstrip(".")))
         for holder in (sub._parameters, sub._buffers):
             for key, tensor in holder.items():
                 if tensor is not None and id(tensor) in bound:
                     name = f"{prefix}.{key}".lstrip(".")
                     found.append((holder, key, tensor, tensor.data_ptr(), name))
     return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether a constant argument is what it was when built; arrays and tensors never are."""
+    if a is b:
+        return True
+    equal = type(a) is type(b) and a == b
+    return equal if isinstance(equal, bool) else False
 
 
 def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: int) -> int:
@@ -441,6 +457,8 @@ def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: 
     if shape != wanted:
         words = ["rows" if d == dim else str(n) for d, n in enumerate(buffer.shape)]
         raise BatchError(f"{spec.name}: got shape {tuple(shape)}, [{', '.join(words)}] is needed.")
+    if dim is None:
+        return num_tokens
     if rows < 1 or num_tokens not in (-1, rows):
         before = f", the inputs before it have {num_tokens}" if num_tokens != -1 else ""
         raise BatchError(

@@ -71,7 +71,8 @@ class Samples:
         left = rows
         while left:
             most = min(left, limit)
-            take = most if len(lens) >= 3 else self._random.randint(1, most)
+            last = len(lens) + 1 >= min(4, self._workspace.max_reqs)
+            take = most if last else self._random.randint(1, most)
             lens.append(take)
             left -= take
         return lens

@@ -71,8 +71,20 @@ def dynamo_trace(
 def dynamo_errors() -> tuple[type[Exception], ...]:
     """Return the exception types by which Dynamo refuses to trace."""
     from torch._dynamo.exc import TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-    return (TorchDynamoException,)
+    return (TorchDynamoException, ConstraintViolationError)
+
+
+def side_effects() -> list[str]:
+    """Return where the running trace changes Python state (inside a backend hook), by source."""
+    from torch._dynamo.source import TempLocalSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    sources = [getattr(v, "source", None) for v in effects._get_modified_vars()]
+    # Objects that the forward made itself have a temporary source.
+    return [str(s.name) for s in sources if s is not None and not isinstance(s, TempLocalSource)]
 
 
 def tracing_shape_env() -> Any:

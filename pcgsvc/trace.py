@@ -52,12 +52,19 @@ def trace(
     seen = Seen(examples)
     function = _fresh_function(module, [spec.name for spec in inputs], constants)
     before = Attributes(module)
+    hook = [seen]  # Dynamo's caches keep the backend for ever; they must not keep the model
     try:
         with torch.no_grad():
-            result = torch_private.dynamo_trace(function, examples, seen.backend, seen.guard_sink)
+            result = torch_private.dynamo_trace(
+                function,
+                examples,
+                lambda graph, inputs: hook[0].backend(graph, inputs),
+                lambda guards: hook[0].guard_sink(guards),
+            )
     except torch_private.dynamo_errors() as error:
-        raise TraceError(_explain(error)) from error
+        raise TraceError(seen.refusal or _explain(error)) from error
     finally:
+        hook.clear()
         changed = before.restore()
     return Canonical(module, inputs, seen, result, changed, size).build()
 
@@ -74,7 +81,7 @@ def _pick_size(module: Callable[..., Any], inputs: Sequence[InputSpec]) -> int:
         taken |= set(tensor.shape)
     for spec in inputs:
         taken |= {n for d, n in enumerate(spec.example.shape) if d != spec.dim}
-    return next((p for p in _PRIMES if p not in taken), 103)
+    return next(p for p in (*_PRIMES, *range(103, 1 << 20, 2)) if p not in taken)
 
 
 def _example(spec: InputSpec, size: int) -> torch.Tensor:

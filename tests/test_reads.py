@@ -989,4 +989,3 @@ def test_a_user_module_that_is_called_like_one_of_pythons_counts(
     assert not reads.is_versioned("sched")
     assert reads.is_versioned("os.path")
     reads.is_versioned.cache_clear()
-

@@ -133,7 +133,17 @@ def _capture_one(
     started = time.perf_counter()
     with use_context(context):
         if not any(k[1].num_tokens == size for k in table.entries):
-            warm_up(program, values, options.warmup_calls)
+            try:
+                warm_up(program, values, options.warmup_calls)
+            except PcgError:
+                raise
+            except Exception as error:
+                if isinstance(engine, CudaEngine):
+                    _probe(error)
+                raise CaptureError(
+                    f"warming up {mode.value} size {size} failed: {type(error).__name__}: "
+                    f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                ) from error
         warmed = time.perf_counter()
         table.warmup_seconds += warmed - started
         entry = _record(
@@ -187,8 +197,10 @@ def _record(
     try:
         with engine.session():
             return session.finish(program.run(values, session))
-    except Exception as error:
+    except BaseException as error:
         session.abort()
+        if not isinstance(error, Exception):
+            raise
         if isinstance(engine, CudaEngine):
             _probe(error)
             if not pool_in_use:

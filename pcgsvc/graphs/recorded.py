@@ -32,6 +32,9 @@ _SYNCS = {
     "aten::_unique2": "the result's size depends on data (unique)",
     "aten::unique_consecutive": "the result's size depends on data (unique_consecutive)",
     "aten::repeat_interleave.Tensor": "the result's size depends on data (repeat_interleave)",
+    "aten::equal": "the host waits for a device value (torch.equal)",
+    "aten::allclose": "the host waits for a device value (torch.allclose)",
+    "aten::bincount": "the result's size depends on data (bincount)",
     "aten::resize_": "a tensor's size changes",
     "aten::set_": "a tensor's storage is replaced",
 }
@@ -40,6 +43,9 @@ _HOST_FUNCTIONS = {
     torch.Tensor.numpy: "the host waits for device values (.numpy())",
     torch.tensor: "fresh host data is copied to the device (torch.tensor)",
     torch.as_tensor: "fresh host data is copied to the device (torch.as_tensor)",
+    torch.asarray: "fresh host data is copied to the device (torch.asarray)",
+    torch.Tensor.new_tensor: "fresh host data is copied to the device (new_tensor)",
+    torch.Tensor.__array__: "the host waits for device values (numpy.asarray)",
     torch.from_numpy: "fresh host data is copied to the device (torch.from_numpy)",
 }
 
@@ -79,16 +85,18 @@ class _Recorder(torch_private.RecordingMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._refuse(func, args)
+        self._refuse(func, args, kwargs)
         result = func(*args, **kwargs)
         self.record(func, args, kwargs, result, func._schema.is_mutable)
         return result
 
     @staticmethod
-    def _refuse(func: Any, args: Any) -> None:
+    def _refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         name = str(func._schema.name)
         full = f"{name}.{func._schema.overload_name}"
         why = _SYNCS.get(name) or _SYNCS.get(full)
+        if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+            why = None
         if why is None and name in ("aten::index", "aten::index_put", "aten::index_put_"):
             masks = (i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8))
             if any(True for _ in masks):

@@ -290,7 +290,7 @@ class Session:
             bridges = [t.clone() for t in fresh]
             self._keep += bridges
             swap = {id(t): b for t, b in zip(fresh, bridges, strict=True)}
-            rows = [swap[id(t)] for t in padded if id(t) in swap]
+            rows = [swap[id(t)] if id(t) in swap else hold(t) for t in padded]
             result = pytree.tree_map(lambda t: swap.get(id(t), t), result)
             return result, _bridged(run, bridges, name, rows)
         if padded:
