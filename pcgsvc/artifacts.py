@@ -24,6 +24,7 @@ import torch
 from pcgsvc.compilers import blob
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.compilers.folder import CompilerFolder
+from pcgsvc.compilers.specialize import baked_inputs, specialized
 from pcgsvc.config import CacheMode, Compiler, Config
 from pcgsvc.disk.envelope import Kind, MissError
 from pcgsvc.disk.lookup import Built
@@ -81,6 +82,8 @@ class Artifacts:
         self._config, self._device = config, device
         self._store, self._folder = store, folder
         self.tally = Tally()
+        self.specialized: dict[int, dict[str, CompiledPiece]] = {}
+        """Pieces of the program for exact sizes, by size and hash."""
         self._toolchain: set[str] = set()
         self._there: set[str] = set()
         """Keys of toolchain entries that were seen in the store."""
@@ -112,7 +115,7 @@ class Artifacts:
             except (CompileError, NoProgramError) as error:
                 reasons.append(str(error))
                 continue
-            self.tally.loaded += len(pieces)
+            self.tally.loaded += len(pieces) + sum(map(len, self.specialized.values()))
             return image, pieces
         raise NoProgramError("; ".join(dict.fromkeys(reasons)) or "no program in the entry")
 
@@ -206,31 +209,48 @@ class Artifacts:
     # -- pieces --
 
     def _piece_facts(
-        self, key: str, document: Document, schemas: Mapping[str, str] | None = None
+        self,
+        key: str,
+        document: Document,
+        schemas: Mapping[str, str] | None = None,
+        size: int | None = None,
     ) -> dict[str, Any]:
         """Return the facts of a piece; `schemas`: of its ops, as a stored program has them."""
         names = custom_ops(document)
         ops = {n: op_identity(n) if schemas is None else schemas.get(n, "absent") for n in names}
         outputs = len(document["outputs"])
-        return piece_facts(key, self._config, self._device, num_outputs=outputs, ops=ops)
+        return piece_facts(
+            key, self._config, self._device, num_outputs=outputs, ops=ops, size=size
+        )
 
     def _piece_keys(self, image: ProgramImage) -> list[str]:
+        wanted = [*((None, h) for h in image.documents), *self.sized(image)]
         return [
-            key_of(self._piece_facts(h, document, image.schemas))
-            for h, document in image.documents.items()
+            key_of(self._piece_facts(h, image.documents[h], image.schemas, size))
+            for size, h in wanted
         ]
+
+    def sized(self, image: ProgramImage) -> list[tuple[int, str]]:
+        """Return (size, hash) of the pieces that a program has for exact sizes."""
+        sizes = self._config.compiler.specialize_sizes
+        return specialized(image.documents, image.predicate, sizes)
 
     def _load_pieces(self, image: ProgramImage) -> dict[str, CompiledPiece]:
         self._unpack_toolchain()
+        self.specialized = {}
         pieces: dict[str, CompiledPiece] = {}
-        for name, document in image.documents.items():
-            found = self._store.get_piece(key_of(self._piece_facts(name, document)))
+        for size, name in [*((None, h) for h in image.documents), *self.sized(image)]:
+            document = image.documents[name]
+            found = self._store.get_piece(key_of(self._piece_facts(name, document, size=size)))
             if found.value is None:
                 raise NoProgramError(f"piece {name[:12]}: {found.miss}")
-            pieces[name] = self._load_piece(name, found.value, document)
+            group = pieces if size is None else self.specialized.setdefault(size, {})
+            group[name] = self._load_piece(name, found.value, document, size)
         return pieces
 
-    def _load_piece(self, name: str, data: bytes, document: Document) -> CompiledPiece:
+    def _load_piece(
+        self, name: str, data: bytes, document: Document, size: int | None = None
+    ) -> CompiledPiece:
         """Make a piece of bytes whose digest the store has compared."""
         if not self._inductor:
             return EagerPiece.from_bytes(data, name)
@@ -239,23 +259,34 @@ class Artifacts:
         artifact = blob.unpack(data, self._folder.path)
         try:
             return InductorPiece.from_bytes(
-                artifact, len(document["outputs"]), boundaries_of(document)
+                artifact,
+                len(document["outputs"]),
+                boundaries_of(document),
+                () if size is None else baked_inputs(document),
             )
         except Exception as error:  # torch's loader raises whatever its pickle does
             raise NoProgramError(
                 f"piece {name[:12]}: torch cannot load it ({type(error).__name__}: {error})"
             ) from error
 
-    def piece(self, piece: Piece, dump_path: Path | None) -> CompiledPiece:
-        """Return a compiled piece: loaded if some program has stored it, compiled otherwise."""
+    def piece(
+        self, piece: Piece, dump_path: Path | None, size: int | None = None
+    ) -> CompiledPiece:
+        """Return a compiled piece: loaded if some program has stored it, compiled otherwise.
+
+        Args:
+            piece: a region.
+            dump_path: file that gets the source that the compiler generated.
+            size: the only row count that it will run with; None: any.
+        """
         assert piece.hash is not None
         assert piece.document is not None
-        facts = self._piece_facts(piece.hash, piece.document)
+        facts = self._piece_facts(piece.hash, piece.document, size=size)
         fresh: list[CompiledPiece] = []
 
         def build() -> Built:
             self.tally.compiled += 1
-            compiled, data = self._compile(piece, dump_path)
+            compiled, data = self._compile(piece, dump_path, size)
             fresh.append(compiled)
             return Built(data, facts)
 
@@ -266,7 +297,7 @@ class Artifacts:
             if fresh:
                 return fresh[0]
             try:
-                loaded = self._load_piece(piece.hash, made.value, piece.document)
+                loaded = self._load_piece(piece.hash, made.value, piece.document, size)
             except (CompileError, NoProgramError) as error:
                 logger.warning("cache: %s; compiled again", error)
                 self._store.put_piece(key_of(facts), build().value, facts=facts)
@@ -281,14 +312,16 @@ class Artifacts:
         self.tally.unsaved.append(f"{what} cannot be written down: {why}")
         logger.warning("cache: %s cannot be written down: %s", what, why)
 
-    def _compile(self, piece: Piece, dump_path: Path | None) -> tuple[CompiledPiece, bytes]:
+    def _compile(
+        self, piece: Piece, dump_path: Path | None, size: int | None
+    ) -> tuple[CompiledPiece, bytes]:
         assert piece.document is not None
         if not self._inductor:
             eager = EagerPiece(piece.document)
             return eager, eager.to_bytes()
         from pcgsvc.compilers.inductor import compile_piece
 
-        compiled = compile_piece(piece, self._config.compiler.options, dump_path)
+        compiled = compile_piece(piece, self._config.compiler, dump_path, size=size)
         try:
             artifact = compiled.to_bytes()
             if not artifact:

@@ -79,7 +79,8 @@ def _explain(config: Config, store: Store, out: Console) -> None:
     folder = CompilerFolder()
     inductor = request.config.compiler.name is Compiler.INDUCTOR
     try:
-        with folder.in_use(inductor=inductor):  # as in a build: the compilers' settings are facts
+        # As in a build: the compilers' settings are facts.
+        with folder.in_use(inductor=inductor, threads=request.config.compiler.threads):
             _say(out, _hit_or_miss(request, store, folder))
     finally:
         folder.close()

@@ -5,6 +5,7 @@ In: what the backend hook saw. Out: the canonical graph. Knows nothing of splitt
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import re
 from collections import Counter
@@ -36,6 +37,10 @@ def buffer_names(module: Callable[..., Any]) -> set[str]:
     return {name for name, _ in module.named_buffers()}
 
 
+_MODULE = re.compile(r"L\['module'\](\._modules\['[^']*'\])*(\._buffers|\._parameters)?")
+"""A module of the model; what is set on one is looked at afterwards, attribute by attribute."""
+
+
 class Seen:
     """What the backend hook saw."""
 
@@ -59,11 +64,14 @@ class Seen:
         """Keep the graph, and hand back sentinels in place of results."""
         self.graph, self.graph_inputs = graph, list(inputs)
         self.shape_env = torch_private.tracing_shape_env()
-        outside = [s for s in torch_private.side_effects() if not s.startswith("L['module']")]
+        outside = [s for s in torch_private.side_effects() if not _MODULE.fullmatch(s)]
         if outside:  # raised here, before Dynamo's bytecode carries it out
+            (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
+            lines = ", ".join(dict.fromkeys(user_line(n) for n in outputs))
             self.refusal = (
-                f"the forward changes {', '.join(outside)}: a Python side effect, which would "
-                "happen once, at tracing, and never again. Return the value instead."
+                f"the forward changes {', '.join(outside)} (its results, and what it stores, are "
+                f"made at {lines}): a Python side effect, which would happen once, at tracing, and "
+                "never again. Return the value instead."
             )
             raise RuntimeError(self.refusal)
         (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
@@ -335,10 +343,13 @@ class Canonical:
             elif leaf is None or isinstance(leaf, (bool, str)):
                 constants[at] = leaf
             else:
+                way = ""
+                if dataclasses.is_dataclass(leaf):
+                    way = " Register the dataclass with torch.export.register_dataclass."
                 raise TraceError(
                     f"result leaf {at}: got {type(leaf).__name__}; a forward may return tensors "
                     "that it computed or was given, None, bools and strings. A number would be "
-                    "frozen at its traced value: return it as a tensor, or compute it outside."
+                    "frozen at its traced value: return it as a tensor, or compute it outside." + way
                 )
         self._refuse_side_effects(output, {p for p in range(len(places)) if p not in kept})
         return outputs, constants, kept

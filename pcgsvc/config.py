@@ -194,6 +194,16 @@ class CompilerConfig:
     """`eager` or `inductor`; None: eager on the CPU, inductor on CUDA."""
     options: dict[str, Any] = field(default_factory=dict)
     """Inductor options by name (`inductor` only), passed through as they are."""
+    max_autotune: bool = False
+    """Have Inductor time several kernels for each matrix product and keep the fastest."""
+    combo_kernels: bool = False
+    """Have Inductor merge independent small kernels into one launch."""
+    threads: int = 1
+    """Worker processes that compile kernels side by side, gone when the build ends; 1: none, the
+    build's own process compiles. At least 1."""
+    specialize_sizes: list[int] = field(default_factory=list)
+    """Capture sizes for which every region is compiled once more, with that size put in; the
+    general artifact serves all others. Positive, without repetition."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -391,7 +401,7 @@ def _value(hint: Any, value: Any, path: str) -> Any:
         if value is None:
             return None
         (hint,) = [a for a in typing.get_args(hint) if a is not type(None)]
-    if path == "capture.sizes":
+    if path in ("capture.sizes", "compiler.specialize_sizes"):
         return _sizes(value, path)
     if path.endswith(("memory_budget", "_bytes")) and isinstance(value, str):
         return _bytes(value, path)
@@ -543,6 +553,7 @@ def validate(config: Config, *, device_type: str) -> None:
         ("capture.warmup_calls", config.capture.warmup_calls, 1),
         ("cache.max_bytes", config.cache.max_bytes, 1),
         ("cache.lock_timeout_s", config.cache.lock_timeout_s, 0),
+        ("compiler.threads", config.compiler.threads, 1),
         ("bench.repeats", config.bench.repeats, 1),
         ("max_new_tokens", config.max_new_tokens, 1),
         ("seed", config.seed, 0),
@@ -621,13 +632,51 @@ def _validate_combinations(config: Config, device_type: str) -> None:
             "partition.compile_modules: set, but it is read with partition.strategy=breakable and "
             "compiler=inductor only."
         )
-    if config.compiler.options and config.compiler.name is not Compiler.INDUCTOR:
-        raise ConfigError(
-            "compiler.options: set, but compiler=eager reads none of them; use compiler=inductor."
-        )
+    _validate_compiler(config.compiler)
+    _validate_specialized(config)
     if config.debug.poison and config.capture.graphs is not Graphs.RECORDED:
         raise ConfigError(
             f"debug.poison: needs capture.graphs=recorded, got {config.capture.graphs.value!r}."
+        )
+
+
+def _validate_compiler(compiler: CompilerConfig) -> None:
+    """Refuse settings of Inductor's where it is not used."""
+    unset = to_dict(CompilerConfig(name=compiler.name))
+    changed = [name for name, value in to_dict(compiler).items() if value != unset[name]]
+    if changed and compiler.name is not Compiler.INDUCTOR:
+        raise ConfigError(
+            f"compiler.{changed[0]}: set, but compiler=eager does not read it; use "
+            "compiler=inductor."
+        )
+
+
+def _validate_specialized(config: Config) -> None:
+    """Refuse exact sizes that no call could reach."""
+    wanted, limit = config.compiler.specialize_sizes, config.capture.max_size
+    captured = sorted(s for s in config.capture.sizes or [] if limit is None or s <= limit)
+    bad = [s for s in wanted if s < 1]
+    if bad:
+        raise ConfigError(
+            f"compiler.specialize_sizes: got {bad} among {wanted}; sizes are token counts, at "
+            "least 1."
+        )
+    twice = sorted({s for s in wanted if wanted.count(s) > 1})
+    if twice:
+        raise ConfigError(
+            f"compiler.specialize_sizes: {twice} stand twice in {wanted}; name each size once."
+        )
+    unreachable = [s for s in wanted if s not in captured]
+    if unreachable:
+        raise ConfigError(
+            f"compiler.specialize_sizes: {unreachable} are no capture sizes, so calls of that size "
+            f"are padded to another one and never get there. Capture sizes: {captured}. Add them "
+            "to capture.sizes, or leave them out here."
+        )
+    if wanted and config.partition.strategy is Strategy.BREAKABLE:
+        raise ConfigError(
+            "compiler.specialize_sizes: not read with partition.strategy=breakable; use "
+            "partition.strategy=fx or inductor."
         )
 
 

@@ -240,6 +240,7 @@ def piece_facts(
     *,
     num_outputs: int,
     ops: Mapping[str, str],
+    size: int | None = None,
 ) -> dict[str, Any]:
     """Return what decides one compiled piece.
 
@@ -249,6 +250,7 @@ def piece_facts(
         device: what is compiled for.
         num_outputs: how many results it has.
         ops: identities of the custom ops that it calls; the canonical form has their names only.
+        size: the row count that it is compiled for; None: any.
     """
     facts = {
         "piece": document_hash,
@@ -257,6 +259,9 @@ def piece_facts(
         "num_outputs": num_outputs,
     }
     compiler = {k: v for k, v in config_facts(config).items() if k.startswith("config.compiler")}
+    del compiler["config.compiler.specialize_sizes"]  # a piece has its own size, or none
+    if size is not None:
+        facts["size"] = size
     return {**facts, **compiler, **environment_facts(config, device)}
 
 

@@ -22,7 +22,7 @@ from pcgsvc.arguments import bundle_specs, input_specs, resampler, split_argumen
 from pcgsvc.artifacts import Artifacts, NoProgramError, Tally, file_digest, require_warm
 from pcgsvc.canonical import buffer_names, refuse_outputs, tensors_of
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheMode, Compiler, Config, Graphs, Strategy, resolve, validate
+from pcgsvc.config import CacheMode, Compiler, Config, Graphs, Mode, Strategy, resolve, validate
 from pcgsvc.devices import device_of, dtype_of
 from pcgsvc.dispatch import (
     BatchDescriptor,
@@ -70,8 +70,41 @@ from pcgsvc.workspace import Workspace, cache_geometry, usable_sizes
 
 logger = logging.getLogger(__name__)
 
-BUILD_LOCK = threading.RLock()
-"""Serialises builds and captures of this process: Dynamo and CUDA capture are process-wide."""
+
+class _BuildLock:
+    """Serialises builds and captures of this process, and hands capture streams on.
+
+    Dynamo and CUDA capture are process-wide. cuBLAS keeps a workspace for every stream that was
+    ever used, for good; a closed runner's stream is used again, so that building and closing
+    runners keeps memory flat. No two open runners share one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._idle: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+    def take_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return a capture stream for one runner; None on the CPU."""
+        if device.type != "cuda":
+            return None
+        with self._lock:
+            idle = self._idle.setdefault(device, [])
+            return idle.pop() if idle else torch.cuda.Stream(device)
+
+    def give_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """Take a stream back whose runner is closed."""
+        if stream is not None:
+            with self._lock:
+                self._idle.setdefault(stream.device, []).append(stream)
+
+
+BUILD_LOCK = _BuildLock()
 
 
 @dataclass(kw_only=True)
@@ -193,13 +226,19 @@ def build(request: Request, progress: Progress) -> Runner:
             built.seconds["total"] = time.perf_counter() - started + request.weights_s
             parts = _parts(built, workspace, table)
             parts.report = build_report(built, table, workspace)
-            runner = Runner(parts, at_close=folder.close)
+            runner = Runner(parts, at_close=lambda: _at_close(folder, workspace))
             if config.capture.self_check:
                 _self_check(runner, samples)
     if config.strict and table.skipped:
         runner.close()
         raise ConfigError(f"strict=true, and some sizes were not captured: {table.skipped}")
     return runner
+
+
+def _at_close(folder: CompilerFolder, workspace: Workspace) -> None:
+    folder.close()
+    stream, workspace.stream = workspace.stream, None
+    BUILD_LOCK.give_stream(stream)
 
 
 def prepare_only(request: Request, progress: Progress, *, compile_pieces: bool) -> Built:
@@ -219,7 +258,7 @@ def _building(request: Request) -> Iterator[CompilerFolder]:
     plain = torch.autocast(request.device.type, enabled=False)  # the caller's is not built in
     with BUILD_LOCK, torch.inference_mode(False), torch.no_grad(), plain:
         try:
-            with folder.in_use(inductor=inductor):
+            with folder.in_use(inductor=inductor, threads=request.config.compiler.threads):
                 yield folder
         except BaseException:
             folder.close()
@@ -268,7 +307,7 @@ def prepare(
     built = Built(
         request=request,
         image=image,
-        program=None if pieces is None else Program(image.spec, pieces),
+        program=None if pieces is None else Program(image.spec, pieces, artifacts.specialized),
         resolution=resolution,
         support=support,
         attention=attention,
@@ -429,10 +468,13 @@ class _Stages:
         ]
         files = {f: d for f in files_of(traced.guards, module) if (d := file_digest(f))}
         image = image_of(traced, partition, plan, reads=reads, files=files)
-        unique = partition.unique()
-        with _phase("compile", self._seconds, self._progress, total=len(unique)):
+        unique, sized = partition.unique(), self._artifacts.sized(image)
+        with _phase("compile", self._seconds, self._progress, total=len(unique) + len(sized)):
             self._artifacts.prepare_toolchain()
             pieces = {key: self._compile(piece) for key, piece in unique.items()}
+            for size, key in sized:
+                special = self._artifacts.specialized.setdefault(size, {})
+                special[key] = self._compile(unique[key], size)
         if problems:
             self._uncacheable(problems)
         elif facts is not None and not self._artifacts.tally.unsaved:
@@ -452,16 +494,19 @@ class _Stages:
             partition = partition_fx(traced, names.splitting_ops, names.extra_splitting_ops)
             if inductor and config.partition.strategy is Strategy.FX:
                 check_aliases(partition)
+        for note in partition.warnings:
+            logger.info("%s", note)
         return traced, partition
 
-    def _compile(self, piece: Piece) -> CompiledPiece:
+    def _compile(self, piece: Piece, size: int | None = None) -> CompiledPiece:
         folder = self._config.debug.dump_dir
         dump_path = None
         if folder is not None and piece.document is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / f"{piece.name}.fx.py").write_text(python_of(piece.document, "piece"))
-            dump_path = Path(folder) / f"{piece.name}.inductor.py"
-        compiled = self._artifacts.piece(piece, dump_path)
+            suffix = "" if size is None else f".size_{size}"
+            dump_path = Path(folder) / f"{piece.name}{suffix}.inductor.py"
+        compiled = self._artifacts.piece(piece, dump_path, size)
         logger.debug("%s (%s): %d ops", piece.name, str(piece.hash)[:12], len(piece.nodes))
         self._progress.advance()
         return compiled
@@ -488,15 +533,24 @@ def _attention_of(request: Request) -> type[AttentionBackend] | None:
 def _resolve(
     config: Config, image: ProgramImage, attention: type[AttentionBackend] | None
 ) -> tuple[Resolution, Support]:
-    support, why = Support.ALWAYS, "every splitting op"
-    for name in image.matched:
-        op = find_spec(name)
-        level = Support.NEVER if op is None else op.support
-        if level is None:
-            level = attention.cudagraph_support if attention is not None else Support.NEVER
-            name = f"attention={config.attention.name}"
-        if level < support:
-            support, why = level, name
+    """Turn the requested mode into one that the ops of the graph allow."""
+    levels = [(_support_of(name, config, attention), name) for name in image.matched]
+    support, why = min(levels, default=(Support.ALWAYS, ""))
+    op = find_spec(why)
+    if op is not None and op.support is None:
+        why = f"attention={config.attention.name}"
+    uncut = [
+        name
+        for name in sorted(set(image.ops) - set(image.matched))
+        if find_spec(name) is not None
+        and _support_of(name, config, attention) is not Support.ALWAYS
+    ]
+    if uncut and config.mode is not Mode.NONE:
+        reason = (
+            f"{config.mode.value} was asked for, but {uncut} would lie inside the graphs, since "
+            "partition.splitting_ops leaves them out, and they cannot be captured: nothing is"
+        )
+        return Resolution(requested=config.mode, resolved=Mode.NONE, reasons=[reason]), support
     resolution = resolve_mode(
         config.mode,
         support,
@@ -505,6 +559,16 @@ def _resolve(
         why=why,
     )
     return resolution, support
+
+
+def _support_of(name: str, config: Config, attention: type[AttentionBackend] | None) -> Support:
+    """Return how far an op may go into a graph; ops that nobody registered never do."""
+    op = find_spec(name)
+    if op is None:
+        return Support.NEVER
+    if op.support is not None:
+        return op.support
+    return attention.cudagraph_support if attention is not None else Support.NEVER
 
 
 def _capture(
@@ -606,6 +670,7 @@ def _workspace(
         attention=attention,
         geometry=geometry,
         device=request.device,
+        stream=BUILD_LOCK.take_stream(request.device),
     )
 
 

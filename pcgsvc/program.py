@@ -156,13 +156,25 @@ class BoundCall:
 class Program:
     """A runnable program. Stateless between runs; holds the functions, not the tensors."""
 
-    def __init__(self, spec: ProgramSpec, pieces: Mapping[str, CompiledPiece]) -> None:
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        pieces: Mapping[str, CompiledPiece],
+        specialized: Mapping[int, Mapping[str, CompiledPiece]] | None = None,
+    ) -> None:
         missing = {s.piece for s in spec.steps if s.piece is not None} - set(pieces)
         if missing:
             raise CompileError(f"program: {len(missing)} of its pieces are not compiled: {missing}")
         self.spec = spec
         self.pieces = pieces
         self._calls = {c.out: BoundCall(c) for s in spec.steps for c in s.calls}
+        self._sized = {
+            size: Program(spec, {**pieces, **own}) for size, own in (specialized or {}).items()
+        }
+
+    def for_size(self, size: int) -> Program:
+        """Return the program compiled for exactly so many rows, or this one, which fits all."""
+        return self._sized.get(size, self)
 
     @property
     def boundaries(self) -> tuple[str, ...] | None:

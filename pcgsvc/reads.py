@@ -34,7 +34,7 @@ from pcgsvc.traced import Guard
 
 _NOT_READ = {
     "TENSOR_MATCH": "the tensor signature is in the key, ties included",
-    "DUPLICATE_INPUT": "ties of tensors and modules are in the key; those of objects see `_aliases`",
+    "DUPLICATE_INPUT": "ties of tensors and modules are in the key; objects: `_aliases`",
     "NO_TENSOR_ALIASING": "inputs are the runner's own buffers",
     "STORAGE_OVERLAPPING": "inputs are the runner's own buffers",
     "SHAPE_ENV": "replaced by the size predicate",

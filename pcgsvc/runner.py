@@ -208,6 +208,7 @@ class Runner:
             self._weights = []
             self._plain_batches.clear()
             self._at_close()
+            self._at_close = _nothing
 
     def __enter__(self) -> Runner:
         """Return self; the runner is closed at the end of the block."""
@@ -336,7 +337,8 @@ class Runner:
         self._rows += rows
         with use_context(workspace.loose_context(batch)):
             if parts.predicate.broken_by(rows) is None:
-                return parts.program.run(workspace.values(inputs, rows), Direct())
+                program = parts.program.for_size(rows)
+                return program.run(workspace.values(inputs, rows), Direct())
             return self.run_module(inputs)
 
     def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -407,12 +409,17 @@ class Runner:
             after = first + _WEIGHTS_PER_CALL
             self._next_weight = after if after < len(weights) else 0
         for holder, key, tensor, address, name in chosen:
-            if holder.get(key) is not tensor or (address and tensor.data_ptr() != address):
+            now: Any = holder.get(key)
+            if now is not tensor or (address and now.data_ptr() != address):
                 raise StaleAddressError(
                     f"{name}: its memory was replaced after capture; the graphs read the old "
                     "memory. Update weights in place (param.copy_(…), load_state_dict), or build "
                     "the runner again."
                 )
+
+
+def _nothing() -> None:
+    return None
 
 
 _Weight = tuple[dict[str, Any], str, Any, int, str]

@@ -21,7 +21,7 @@ from pcgsvc.cache_root import DataFolder, find_root, open_data_folder
 from pcgsvc.config import CacheMode
 from pcgsvc.disk import reports
 from pcgsvc.disk.entries import Entries
-from pcgsvc.disk.envelope import AbsentError, Entry, Kind, check_key, encode
+from pcgsvc.disk.envelope import AbsentError, Entry, Kind, MissError, check_key, encode
 from pcgsvc.disk.lookup import Built, Counts, Lookup, Made
 from pcgsvc.disk.reports import CheckReport, FactDifference, Nearest, ProgramInfo
 from pcgsvc.disk.scratch import CompilerDirs, Scratch
@@ -39,6 +39,7 @@ __all__ = [
     "Kind",
     "Lookup",
     "Made",
+    "MissError",
     "Nearest",
     "ProgramInfo",
     "Store",
@@ -154,11 +155,7 @@ class Store:
         return self.put(Built(value, facts).entry(Kind.PIECE, key))
 
     def read(self, kind: Kind, key: str) -> Entry:
-        """Return a whole entry, in `refresh` mode too; counts nothing and holds nothing.
-
-        Raises:
-            MissError: there is none that is sound.
-        """
+        """Return a whole entry or raise the `MissError`; counts nothing, holds nothing in use."""
         if self._entries is None:
             raise AbsentError("cache off")
         return self._entries.table.read(kind, key)
@@ -199,6 +196,8 @@ class Store:
     @contextlib.contextmanager
     def lock(self, key: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[bool]:
         """Keep other processes and threads from building the same; a killed holder frees it.
+
+        A thread may take it twice. Take a program's before those of its pieces.
 
         Yields:
             Whether the lock is held. True as well where nothing is stored, and so nobody could
@@ -317,7 +316,8 @@ class Store:
         """Return why nothing is stored, or an empty string."""
         if self.writable:
             return ""
-        return "cache.mode=off" if self.folder is None else self.folder.reason
+        reason = self.folder.reason if self.folder is not None else ""
+        return reason or f"cache.mode={self.mode.value}"
 
     # ---- compilers, and the end ------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -82,6 +83,8 @@ def side_effects() -> list[str]:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     effects = InstructionTranslator.current_tx().output.side_effects
+    if not hasattr(effects, "_get_modified_vars"):
+        return []  # results that go nowhere are still noticed by their sentinels
     sources = [getattr(v, "source", None) for v in effects._get_modified_vars()]
     # Objects that the forward made itself have a temporary source.
     return [str(s.name) for s in sources if s is not None and not isinstance(s, TempLocalSource)]
@@ -215,6 +218,34 @@ def partition_options(names: Sequence[str]) -> dict[str, Any]:
     return {name: v for name, v in wanted.items() if hasattr(inductor_config, name)}
 
 
+def fake_mode() -> Any:
+    """Return a block in which tensors have shapes and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def tuning_options(*, max_autotune: bool, combo_kernels: bool, threads: int) -> dict[str, Any]:
+    """Return Inductor's options for what it tries, merges, and how many processes it starts."""
+    import torch._inductor.config as inductor_config
+
+    wanted = {
+        "max_autotune": max_autotune,
+        "combo_kernels": combo_kernels,
+        "compile_threads": threads,
+    }
+    return {name: v for name, v in wanted.items() if hasattr(inductor_config, name)}
+
+
+def stop_compile_workers() -> None:
+    """End Inductor's worker processes; the next compile that wants some starts new ones."""
+    from torch._inductor import async_compile
+
+    if hasattr(async_compile, "shutdown_compile_workers"):  # else torch ends them at exit
+        async_compile.shutdown_compile_workers()
+
+
 def count_kernels(source: str) -> int:
     """Return how many kernel launches and library calls generated source contains."""
     return len(re.findall(r"\.run\(|extern_kernels\.\w+\(|cpp_fused\w*\(|kernel_cpp_\d+\(", source))
@@ -280,7 +311,9 @@ def abandon_capture(
     on torch 2.11. The pinned-memory allocator's part cannot be mended, so the pool is given up.
     """
     try:
-        graph.capture_end()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is empty: it is thrown away
+            graph.capture_end()
     except RuntimeError:
         _ABANDONED.append(graph)
     else:
@@ -332,8 +365,12 @@ def triton_version() -> str | None:
 
 
 @contextlib.contextmanager
-def inductor_defaults() -> Iterator[None]:
+def inductor_defaults(threads: int = 1) -> Iterator[None]:
     """Set what our artifacts are compiled and loaded with, for a block.
+
+    Importing the compiler, and loading an artifact, may start worker processes: as many as
+    `threads` says, none for 1.
+
 
     A precompiled C++ header makes the first compile take twice as long, and is looked up, and so
     compiled, even to load an artifact. Torch's process-wide caches are off: ours takes their place.
@@ -345,6 +382,7 @@ def inductor_defaults() -> Iterator[None]:
         "force_disable_caches": False,
         "fx_graph_cache": True,
         "fx_graph_remote_cache": False,
+        "compile_threads": threads,
     }
     known = {name: value for name, value in wanted.items() if hasattr(inductor_config, name)}
     with inductor_config.patch(known):

@@ -15,9 +15,10 @@ effects; module attributes are put back afterwards.
 
 from __future__ import annotations
 
+import itertools
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.canonical import Canonical, Seen, tensors_of
 from pcgsvc.errors import TraceError
+from pcgsvc.ops import breaks, context
 from pcgsvc.traced import InputSpec, TracedGraph
 
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101)
@@ -62,7 +64,8 @@ def trace(
                 lambda guards: hook[0].guard_sink(guards),
             )
     except torch_private.dynamo_errors() as error:
-        raise TraceError(seen.refusal or _explain(error)) from error
+        names = [spec.name for spec in inputs]
+        raise TraceError(seen.refusal or _explain(error, names)) from error
     finally:
         hook.clear()
         changed = before.restore()
@@ -81,7 +84,8 @@ def _pick_size(module: Callable[..., Any], inputs: Sequence[InputSpec]) -> int:
         taken |= set(tensor.shape)
     for spec in inputs:
         taken |= {n for d, n in enumerate(spec.example.shape) if d != spec.dim}
-    return next(p for p in (*_PRIMES, *range(103, 1 << 20, 2)) if p not in taken)
+    candidates: Iterator[int] = itertools.chain(_PRIMES, itertools.count(103, 2))
+    return next(p for p in candidates if p not in taken)
 
 
 def _example(spec: InputSpec, size: int) -> torch.Tensor:
@@ -110,12 +114,25 @@ def _fresh_function(
     return traced
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, names: Sequence[str]) -> str:
     """Return Dynamo's reason with the user's line first, and the ways out."""
     text = str(error).strip()
+    fixed = re.search(r"Constraints violated \(L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]\)", text)
+    if fixed is not None:
+        name, dim = names[int(fixed.group(1))], fixed.group(2)
+        text = (
+            f"dynamic_dims: dimension {dim} of {name!r} came out fixed: the forward compares it "
+            f"with a constant. Remove the comparison, or take it out of dynamic_dims.\n{text}"
+        )
     lines = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
+    ours = (breaks.__file__, context.__file__)  # frames between the user's line and Dynamo
     where = next(
-        (f"{f}:{n} in {fn}" for f, n, fn in reversed(lines) if "/torch/" not in f), "the forward"
+        (
+            f"{f}:{n} in {fn}"
+            for f, n, fn in reversed(lines)
+            if "/torch/" not in f and f not in ours
+        ),
+        "the forward",
     )
     reason = re.split(r"\n\n(?:from user code| *Developer debug context)", text)[0].strip()
     return (

@@ -34,6 +34,7 @@ class Workspace:
         attention: AttentionBackend | None,
         geometry: CacheGeometry | None,
         device: torch.device,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         self.inputs = list(inputs)
         self.bindings = list(bindings)
@@ -42,7 +43,7 @@ class Workspace:
         self.max_tokens, self.max_reqs = max_tokens, max_reqs
         self.buffers = {spec.name: _buffer(spec, max_tokens, device) for spec in inputs}
         self.step = self.step_buffers(max_tokens, max_reqs)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = stream
         """The stream that everything of this runner runs on; None on the CPU."""
         self._views: dict[int, dict[str, torch.Tensor]] = {}
 

@@ -70,6 +70,8 @@ def test_each_root_gives_way_to_the_one_before_it(package: Path, tmp_path: Path)
 
 def test_this_checkout_s_cache_is_its_default_root() -> None:
     checkout = Path(cache_root.__file__).parent.parent
+    if not os.access(checkout, os.W_OK):
+        pytest.skip("the checkout is not ours to write")
     assert find_root(environ={}) == (checkout / "cache", "checkout")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import pytest
 import torch
-from core_helpers import build, faulty, rows, toy
+from core_helpers import build, rows, toy
 
 from pcgsvc.config import Mode, schedule
 from pcgsvc.dispatch import (
@@ -60,9 +60,7 @@ def test_the_whole_table(mode: Mode, support: Support, query_len: int) -> None:
         assert "uniform_query_len" in got.reasons[0]
 
 
-@pytest.mark.parametrize(
-    "mode", faulty([P, BOTH], [BOTH], "dispatch.py: full_and_piecewise keeps its piecewise half")
-)
+@pytest.mark.parametrize("mode", [P, BOTH])
 def test_piecewise_without_a_boundary_is_not_piecewise_and_says_so(mode: Mode) -> None:
     got = resolve(mode, ALWAYS, boundaries=0)
     assert got.resolved is F

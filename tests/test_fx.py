@@ -12,7 +12,6 @@ from core_helpers import (
     WIDTH,
     attended,
     build,
-    fault,
     kinds,
     partition_of,
     rows,
@@ -362,7 +361,6 @@ def test_a_shape_that_depends_on_data_is_refused_with_the_line() -> None:
         trace_of(forward)
 
 
-@fault("fx.py: an unbacked int inside one region is neither refused nor cut out (S13)")
 def test_a_number_that_depends_on_data_is_refused_though_it_is_in_no_shape() -> None:
     """S13: a graph would hold the value of its capture for ever."""
 
@@ -449,7 +447,6 @@ def test_blocks_that_differ_in_one_constant_share_nothing_else() -> None:
     assert hashes[2] == hashes[3]
 
 
-@fault("fx.py: no such warning (K16); Partition.warnings is never filled")
 def test_pieces_that_differ_in_a_layer_number_alone_are_said_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import fault
 from model_helpers import make_backend, make_context
 
 import pcgsvc
@@ -196,7 +195,6 @@ def test_more_prompts_than_blocks_are_refused(runner: pcgsvc.Runner) -> None:
         generate_ids(runner, [[1]] * 500, 4)
 
 
-@fault("generate.py: _chunks counts rows, not requests")
 def test_more_prompts_than_requests_per_batch_are_served_by_graphs_all_the_same() -> None:
     prompts = [[5], [6, 7], [8], [9], [10, 11], [12], [13]]
     settings = {"attention.max_num_reqs": 3, "mode": "piecewise", "on_uncovered": "error"}
@@ -205,7 +203,6 @@ def test_more_prompts_than_requests_per_batch_are_served_by_graphs_all_the_same(
         assert runner.stats()["fallbacks"] == []
 
 
-@fault("samples.py: _mixed makes up to four requests whatever max_reqs is")
 @pytest.mark.parametrize("reqs", [1, 2])
 def test_a_small_limit_of_requests_skips_no_size(reqs: int) -> None:
     with load(**{"attention.max_num_reqs": reqs, "mode": "piecewise"}) as runner:

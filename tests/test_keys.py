@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +322,7 @@ def python(code: str, folder: Path | None = None, **environment: str) -> str:
 
 
 @pytest.fixture
-def homes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
+def homes(tmp_path: Path) -> list[dict[str, Any]]:
     """Two folders and environments that have nothing in common."""
     found = []
     for name in ("ann", "bob"):
@@ -334,7 +334,7 @@ def homes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
         words |= {"USER": name, "LOGNAME": name, "HOSTNAME": name, "PYTHONHASHSEED": "0"}
         found.append({"folder": folder, **words})
     found[1]["PYTHONHASHSEED"] = "1"
-    yield found
+    return found
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

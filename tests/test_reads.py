@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import enum
 import functools
+import json
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from core_helpers import WIDTH, attended, fault, rows
 from torch import nn
 from torch.nn import functional
-from warm_helpers import Sources, Start, Starter, sources, start  # noqa: F401 - fixtures
+from warm_helpers import Sources, Start, Starter, source_folder
 
 import pcgsvc
 from pcgsvc import artifacts, image, reads, trace
@@ -29,6 +30,19 @@ from pcgsvc.image import op_identity
 from pcgsvc.ops import registry
 from pcgsvc.ops.support import Support
 from pcgsvc.reads import NotCanonicalError, Read, canonical, class_digest, code_digest
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Starter:
+    """A cache directory that starts empty."""
+    return Starter(tmp_path / "cache")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Iterator[Sources]:
+    """A folder for model files on the import path."""
+    with source_folder(tmp_path / "sources") as made:
+        yield made
 
 
 class Kind(enum.Enum):
@@ -181,7 +195,7 @@ def test_what_differs_in_one_read_value_shares_no_program_and_both_stay_stored(
     second = start(other())
     assert second.right
     assert not second.warm, f"{what}: ran another instance's program"
-    for factory in (one, other, one, other):
+    for factory in (one, other):
         again = start(factory())
         assert again.warm, again.reasons
         assert again.right
@@ -585,28 +599,24 @@ def test_a_changed_source_line_is_a_miss_that_names_the_file(
 
 
 def test_the_same_sources_in_another_folder_are_the_same_program(
-    start: Starter, sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Starter, sources: Sources, tmp_path: Path
 ) -> None:
     assert not start(sources.load("net", NET, helper_of_net=HELPER).Net()).warm
-    elsewhere = Sources(tmp_path / "elsewhere")
-    elsewhere.folder.mkdir()
-    monkeypatch.syspath_prepend(elsewhere.folder)
-    moved = start(elsewhere.load("net", NET, helper_of_net=HELPER).Net())
-    assert moved.warm, moved.reasons
+    with source_folder(tmp_path / "elsewhere") as elsewhere:
+        moved = start(elsewhere.load("net", NET, helper_of_net=HELPER).Net())
+        assert moved.warm, moved.reasons
 
 
 def test_other_sources_under_the_same_names_in_another_folder_are_a_miss(
-    start: Starter, sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Starter, sources: Sources, tmp_path: Path
 ) -> None:
     # The first folder is still there, unchanged: its files must not be what is compared.
     assert not start(sources.load("net", NET, helper_of_net=HELPER).Net()).warm
-    elsewhere = Sources(tmp_path / "elsewhere")
-    elsewhere.folder.mkdir()
-    monkeypatch.syspath_prepend(elsewhere.folder)
     helper = HELPER.replace("x - 3", "x - 5")
-    other = start(elsewhere.load("net", NET, helper_of_net=helper).Net())
-    assert other.right
-    assert not other.warm
+    with source_folder(tmp_path / "elsewhere") as elsewhere:
+        other = start(elsewhere.load("net", NET, helper_of_net=helper).Net())
+        assert other.right
+        assert not other.warm
 
 
 def test_classes_without_a_file_are_told_apart_by_their_code(
@@ -889,8 +899,6 @@ FORMS: list[Any] = [
 
 
 def test_different_constants_have_different_forms() -> None:
-    import json
-
     forms = [json.dumps(canonical(value)) for value in FORMS]
     for at, form in enumerate(forms):
         twins = [FORMS[n] for n, other in enumerate(forms) if other == form and n != at]
@@ -898,8 +906,6 @@ def test_different_constants_have_different_forms() -> None:
 
 
 def test_a_form_survives_json_and_has_no_address() -> None:
-    import json
-
     for value in FORMS:
         form = canonical(value)
         assert json.loads(json.dumps(form)) == form

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import WIDTH, attended, fault, faulty, partition_of, rows, trace_of
+from core_helpers import WIDTH, attended, partition_of, rows, trace_of
 
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.errors import CompileError
@@ -72,10 +72,6 @@ CONSTANTS: list[Any] = [
 ]
 
 
-COMPLEX = "rows.py: source_of writes inf and nan inside complex() as names"
-EVIL = "rows.py: function_of checks targets alone, so documents can run anything"
-
-
 def ref(node: torch.fx.Node) -> int:
     raise AssertionError("there is no node here")
 
@@ -109,10 +105,7 @@ def test_a_constant_survives_json(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        pytest.param(v, marks=fault(COMPLEX)) if repr(v) in ("(inf-infj)", "(nan+0j)") else v
-        for v in CONSTANTS
-    ],
+    [v for v in CONSTANTS],
     ids=repr,
 )
 def test_a_constant_survives_as_source_of_a_function(value: Any) -> None:
@@ -130,7 +123,7 @@ def test_a_constant_survives_as_source_of_a_function(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [INF, NAN, pytest.param(complex(INF, NAN), marks=fault(COMPLEX)), complex(1, -0.0)],
+    [INF, NAN, complex(INF, NAN), complex(1, -0.0)],
     ids=repr,
 )
 def test_a_built_function_holds_odd_numbers(value: Any) -> None:
@@ -220,7 +213,7 @@ def test_values_that_nobody_reads_any_more_are_dropped() -> None:
         torch.sym_max,
         torch.sym_int,
     ],
-    ids=str,
+    ids=lambda target: getattr(target, "__name__", str(target)),
 )
 def test_a_callable_is_found_again_by_its_name(target: Any) -> None:
     assert find_target(target_name(target)) is target
@@ -356,10 +349,10 @@ def touched(tmp_path: Path) -> Path:
         "builtins.__import__",
         "builtins.getattr.__self__.eval",
         "operator.__builtins__",
-        pytest.param("math.__loader__.load_module", marks=fault(EVIL)),
-        pytest.param("torch.load", marks=fault(EVIL)),
-        pytest.param("torch.hub.load", marks=fault(EVIL)),
-        pytest.param("torch.ops.load_library", marks=fault(EVIL)),
+        "math.__loader__.load_module",
+        "torch.load",
+        "torch.hub.load",
+        "torch.ops.load_library",
         "os.system",
         "__import__",
         "torch.ops.no.such",
@@ -378,7 +371,7 @@ def test_a_callable_outside_torch_operator_and_math_is_refused(target: str) -> N
     "target",
     [
         *["", "a.b", "a()", "a; b", "a b"],
-        *faulty(*[["lambda", "__class__", "__reduce_ex__", "_secret"]] * 2, EVIL),
+        *["lambda", "__class__", "__reduce_ex__", "_secret"],
     ],
 )
 def test_a_bad_method_name_is_refused(target: str) -> None:
@@ -392,7 +385,6 @@ def test_a_row_of_another_kind_is_refused(op: Any) -> None:
         function_of(evil(row("torch.relu", [["v", 0]], op=op)), "f")
 
 
-@fault("rows.py: function_of checks targets alone, so documents can run anything")
 def test_code_in_a_keyword_s_name_is_refused(touched: Path) -> None:
     name = f"input=torch.os.system('touch {touched}'), out"
     document = evil(row("torch.relu"))
@@ -404,7 +396,7 @@ def test_code_in_a_keyword_s_name_is_refused(touched: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    faulty(["torch", "device", "float", "complex", "int", "bool", "str"], ["torch"], EVIL),
+    ["torch", "device", "float", "complex", "int", "bool", "str"],
 )
 def test_code_in_a_constant_is_refused_or_stays_text(kind: str, touched: Path) -> None:
     code = f"torch.os.system('touch {touched}')"
@@ -414,7 +406,6 @@ def test_code_in_a_constant_is_refused_or_stays_text(kind: str, touched: Path) -
     assert not touched.exists()
 
 
-@fault("rows.py: function_of checks targets alone, so documents can run anything")
 def test_a_module_reached_as_a_constant_is_refused(touched: Path) -> None:
     document = evil(row("system", [["torch", "os"], ["str", f"touch {touched}"]], op="call_method"))
     with pytest.raises(CompileError):
@@ -422,7 +413,6 @@ def test_a_module_reached_as_a_constant_is_refused(touched: Path) -> None:
     assert not touched.exists()
 
 
-@fault("rows.py: function_of checks targets alone, so documents can run anything")
 def test_a_module_reached_through_getattr_is_refused(touched: Path) -> None:
     document = evil(
         row("builtins.getattr", [["torch", "torch.os"], ["str", "system"]]),
@@ -433,7 +423,6 @@ def test_a_module_reached_through_getattr_is_refused(touched: Path) -> None:
     assert not touched.exists()
 
 
-@fault(EVIL)
 @pytest.mark.parametrize("where", ["argument", "output"])
 def test_a_reference_to_nothing_is_refused(where: str) -> None:
     document = evil(row("torch.relu", [["v", 7 if where == "argument" else 0]]))
@@ -443,14 +432,12 @@ def test_a_reference_to_nothing_is_refused(where: str) -> None:
         function_of(document, "f")
 
 
-@fault(EVIL)
 @pytest.mark.parametrize("kind", ["pickle", "code", "set"])
 def test_a_constant_of_an_unknown_kind_is_refused(kind: str) -> None:
     with pytest.raises(CompileError, match="unknown"):
         function_of(evil(row("torch.relu", [[kind, "x"]])), "f")
 
 
-@fault("rows.py: function_of checks targets alone, so documents can run anything")
 def test_a_built_function_has_no_builtins() -> None:
     function = function_of(evil(row("torch.relu", [["v", 0]])), "f")
     space = function.__globals__

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import KEEP, WIDTH, attended, build, fault, faulty, rows, toy
+from core_helpers import KEEP, WIDTH, attended, build, rows, toy
 from model_helpers import make_context
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -219,11 +219,7 @@ def write_list(x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("mode", ["piecewise", "full"])
 @pytest.mark.parametrize(
     "op",
-    faulty(
-        [write_one, write_keyword, return_one, return_two, write_and_return, write_list],
-        [return_two, write_and_return, write_list],
-        "program.py: tuples, results beside written arguments and lists are not zeroed (D5)",
-    ),
+    [write_one, write_keyword, return_one, return_two, write_and_return, write_list],
 )
 def test_a_boundary_leaves_padding_rows_zero(op: Callable[..., Any], mode: str) -> None:
     """D5: row-mixing ops behind it would spread stale rows."""
@@ -306,9 +302,7 @@ class _Call:
 UNSEEN = ["array", "new_tensor", "asarray", "equal", "allclose", "bincount"]
 
 
-@pytest.mark.parametrize(
-    "name", faulty(FORBIDDEN, UNSEEN, "recorded.py: these reach neither list of forbidden calls")
-)
+@pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_cuda_would_refuse_in_a_segment_is_refused(name: str) -> None:
     engine = RecordedEngine()
     session = Session(engine, make_context(None, [3]), breaks=True)
@@ -338,11 +332,7 @@ ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    faulty(
-        ALLOWED,
-        ["repeat_interleave of known size"],
-        "recorded.py: refused though output_size makes it free of synchronisation",
-    ),
+    ALLOWED,
 )
 def test_what_cuda_allows_in_a_segment_is_recorded(name: str) -> None:
     engine = RecordedEngine()
@@ -402,7 +392,6 @@ def test_varlen_forced_into_full_raises_host_read_error() -> None:
     assert isinstance(caught.value.__cause__, HostReadError)
 
 
-@fault("pipeline.py: an op that splitting_ops leaves out is taken for capturable (S8)")
 def test_an_uncut_splitting_op_that_must_stay_outside_is_not_captured() -> None:
     """S8: `splitting_ops=[]` leaves a support=never op in the graph, host values and all."""
     scale = [1.0]
@@ -502,7 +491,6 @@ def test_a_failed_size_leaves_nothing_of_itself_behind() -> None:
         assert {t.shape[0] for t in owned} == {4}
 
 
-@fault("capture.py: an error in a warm-up run ends the build (D4)")
 def test_a_size_that_fails_in_its_warm_up_is_skipped_too() -> None:
     """D4: a position table shorter than the bucket is no reason to die."""
 
@@ -529,7 +517,6 @@ def test_when_every_size_fails_the_build_fails_and_the_collector_is_as_before() 
         assert torch.equal(runner(rows(8)), rows(8) * 4 + 1)
 
 
-@fault("capture.py: _record aborts on Exception, not on BaseException (C9)")
 def test_an_interrupt_inside_a_segment_leaves_no_mode_behind() -> None:
     @pcgsvc.splitting_op("toy::interrupted", mutates_args=("out",), support="always")
     def interrupted(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -580,7 +567,6 @@ def test_sizes_beyond_the_predicate_are_skipped_and_run_by_the_module() -> None:
             assert torch.equal(runner(rows(size)), rows(size) * 2)
 
 
-@fault("dispatch.py: the predicate is checked for the padded size alone")
 def test_a_padded_call_is_right_though_its_own_row_count_breaks_the_predicate() -> None:
     # 3 rows padded to 8 would run the branch for 8; the module takes the other one.
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -590,7 +576,6 @@ def test_a_padded_call_is_right_though_its_own_row_count_breaks_the_predicate() 
         assert torch.equal(runner(rows(3)), rows(3) + 100)
 
 
-@fault("verify.py: size 1 is replayed before one row is tried (S7)")
 def test_a_branch_on_one_row_is_right_whether_or_not_it_is_captured() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.shape[0] == 1 else x + 100
@@ -601,7 +586,6 @@ def test_a_branch_on_one_row_is_right_whether_or_not_it_is_captured() -> None:
                 assert torch.equal(runner(rows(size)), forward(rows(size)))
 
 
-@fault("verify.py: self_check ignores the error on the true rows")
 def test_a_model_that_mixes_rows_outside_its_boundaries_is_found_out() -> None:
     # With padding rows the mean is another one; only a comparison on the true rows shows it.
     def forward(x: torch.Tensor) -> torch.Tensor:

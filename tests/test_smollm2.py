@@ -348,7 +348,8 @@ def test_bundle_names_its_limits_and_refuses_other_dimensions(
     bundle: ModelBundle, checkpoint_file: Path
 ) -> None:
     assert bundle.is_language_model
-    assert bundle.attention is not None and bundle.attention.max_position == 8192
+    assert bundle.attention is not None
+    assert bundle.attention.max_position == 8192
     model = ModelConfig(name="smollm2", weights=str(checkpoint_file), num_layers=12)
     with pytest.raises(ConfigError, match=r"model\.num_layers: got 12, but .* has 30"):
         validate_model(Config(model=model))

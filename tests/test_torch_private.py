@@ -260,6 +260,37 @@ def test_inductor_defaults_hold_for_the_block_alone() -> None:
     assert settings.cpp_cache_precompile_headers == before
 
 
+def test_inductor_defaults_start_as_many_workers_as_asked_for() -> None:
+    import torch._inductor.config as settings
+
+    with private.inductor_defaults():
+        assert settings.compile_threads == 1
+    with private.inductor_defaults(threads=3):
+        assert settings.compile_threads == 3
+
+
+def test_fake_mode_gives_shapes_and_no_memory() -> None:
+    with private.fake_mode():
+        x = torch.empty(1 << 40, 3)
+        assert (x.t() @ x).shape == (3, 3)
+    assert type(x).__name__ == "FakeTensor"
+
+
+def test_tuning_options_are_all_known_to_inductor() -> None:
+    options = private.tuning_options(max_autotune=True, combo_kernels=True, threads=3)
+    assert options == {"max_autotune": True, "combo_kernels": True, "compile_threads": 3}
+
+
+def test_stop_compile_workers_leaves_no_child_process() -> None:
+    from torch._inductor import async_compile
+
+    with private.inductor_defaults(threads=2):
+        async_compile.AsyncCompile.process_pool()
+        assert async_compile._pool_set
+        private.stop_compile_workers()
+    assert not async_compile._pool_set
+
+
 def test_triton_version_is_the_installed_one_or_none() -> None:
     from importlib.util import find_spec
 
@@ -314,3 +345,23 @@ def test_abandon_capture_leaves_allocator_and_generator_usable() -> None:
         torch.rand(2, device=device)
     torch.cuda.synchronize()
     assert torch.equal(y, x * 3)
+
+
+CHANGED: list[int] = []
+
+
+def test_side_effects_names_what_a_trace_changes() -> None:
+    found: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append(private.side_effects())
+        return graph.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        CHANGED.append(1)
+        return x * 2
+
+    private.dynamo_trace(forward, [torch.ones(2)], backend, lambda guards: None)
+    private.dynamo_trace(lambda x: x * 2, [torch.ones(2)], backend, lambda guards: None)
+    assert "CHANGED" in found[0][0]
+    assert found[1] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -76,12 +77,6 @@ class Starter:
             return Start(runner.report, right)
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Starter:
-    """A cache directory that starts empty."""
-    return Starter(tmp_path / "cache")
-
-
 class Sources:
     """Model files that change between two imports, as they do between two processes."""
 
@@ -113,13 +108,13 @@ class Sources:
             convert._import_module.cache_clear()
 
 
-@pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sources]:
-    """A folder on the import path."""
-    folder = tmp_path / "sources"
+@contextlib.contextmanager
+def source_folder(folder: Path) -> Iterator[Sources]:
+    """Put a new folder on the import path for a block."""
     folder.mkdir()
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two versions within one second
-    made = Sources(folder)
-    yield made
-    made.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setattr(sys, "dont_write_bytecode", True)  # two versions within one second
+        made = Sources(folder)
+        yield made
+        made.forget()

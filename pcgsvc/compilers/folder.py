@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,12 +22,17 @@ class CompilerFolder:
     """A folder that is removed by `close`, at the latest when the process ends."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="pcgsvc-", ignore_cleanup_errors=True)
-        self.path = Path(self._folder.name)
+        self.path = Path(tempfile.mkdtemp(prefix="pcgsvc-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     @contextlib.contextmanager
-    def in_use(self, *, inductor: bool) -> Iterator[None]:
-        """Point the compilers at the folder for a block; restore the environment afterwards."""
+    def in_use(self, *, inductor: bool, threads: int = 1) -> Iterator[None]:
+        """Point the compilers at the folder for a block; restore the environment afterwards.
+
+        Args:
+            inductor: whether Inductor is used.
+            threads: its worker processes, which end with the block; 1: none.
+        """
         places = {
             "TORCHINDUCTOR_CACHE_DIR": str(self.path),
             "TRITON_CACHE_DIR": str(self.path / "triton"),
@@ -33,9 +40,12 @@ class CompilerFolder:
         before = {name: os.environ.get(name) for name in places}
         os.environ.update(places)
         try:
-            with torch_private.inductor_defaults() if inductor else contextlib.nullcontext():
+            defaults = torch_private.inductor_defaults
+            with defaults(threads) if inductor else contextlib.nullcontext():
                 yield
         finally:
+            if inductor and threads > 1:
+                torch_private.stop_compile_workers()
             for name, value in before.items():
                 if value is None:
                     os.environ.pop(name, None)
@@ -44,4 +54,4 @@ class CompilerFolder:
 
     def close(self) -> None:
         """Remove the folder; twice is fine."""
-        self._folder.cleanup()
+        self._remove()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.compilers.specialize import baked_inputs, graph_for
+from pcgsvc.config import CompilerConfig
 from pcgsvc.errors import CompileError
 from pcgsvc.partition.pieces import Piece, graph_module
 from pcgsvc.program import Boundaries, boundaries_of
@@ -24,14 +26,22 @@ class InductorPiece:
     opaque = True
 
     def __init__(
-        self, artifact: Any, num_outputs: int, boundaries: Boundaries | None = None
+        self,
+        artifact: Any,
+        num_outputs: int,
+        boundaries: Boundaries | None = None,
+        baked: Sequence[int] = (),
     ) -> None:
         self._artifact = artifact
         self._num_outputs = num_outputs
+        self._baked = frozenset(baked)
+        """Places of the arguments that are compiled in."""
         self.boundaries = boundaries
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the piece."""
+        if self._baked:
+            args = tuple(a for at, a in enumerate(args) if at not in self._baked)
         results: Sequence[Any] = self._artifact(*args)
         return results[: self._num_outputs]
 
@@ -45,10 +55,14 @@ class InductorPiece:
 
     @classmethod
     def from_bytes(
-        cls, data: bytes, num_outputs: int, boundaries: Boundaries | None = None
+        cls,
+        data: bytes,
+        num_outputs: int,
+        boundaries: Boundaries | None = None,
+        baked: Sequence[int] = (),
     ) -> InductorPiece:
         """Load an artifact that is trusted."""
-        return cls(torch_private.inductor_deserialize(data), num_outputs, boundaries)
+        return cls(torch_private.inductor_deserialize(data), num_outputs, boundaries, baked)
 
     def num_kernels(self) -> int:
         """See `CompiledPiece.num_kernels`: launches in the generated code."""
@@ -56,28 +70,32 @@ class InductorPiece:
 
 
 def compile_piece(
-    piece: Piece, options: dict[str, Any], dump_path: Path | None = None
+    piece: Piece,
+    config: CompilerConfig,
+    dump_path: Path | None = None,
+    *,
+    size: int | None = None,
 ) -> InductorPiece:
     """Compile one region.
 
     Args:
         piece: a region; its nodes carry Dynamo's fake values.
-        options: Inductor options by name.
+        config: what Inductor is asked for.
         dump_path: file that gets the source that Inductor generated.
+        size: the only row count that it will run with; None: any.
 
     Raises:
         CompileError: Inductor refused the piece; its message names the piece.
     """
     boundaries = boundaries_of(piece.document or {})
-    if boundaries is not None:
-        options = {**torch_private.partition_options(sorted(boundaries.names)), **options}
-    module = graph_module(piece)
+    cut = () if boundaries is None else sorted(boundaries.names)
+    module = graph_module(piece) if size is None else graph_for(piece, size)
     if not piece.outputs:
         _add_output(module)
     inputs = [n.meta["example_value"] for n in module.graph.nodes if n.op == "placeholder"]
     try:
         with torch.no_grad():
-            artifact = torch_private.inductor_compile(module, inputs, _options(options))
+            artifact = torch_private.inductor_compile(module, inputs, _options(config, cut))
     except Exception as error:
         raise CompileError(
             f"{piece.name}: inductor cannot compile it ({type(error).__name__}: {error}). "
@@ -85,7 +103,8 @@ def compile_piece(
         ) from error
     if dump_path is not None:
         dump_path.write_text(torch_private.inductor_source(artifact))
-    return InductorPiece(artifact, len(piece.outputs), boundaries)
+    baked = () if size is None else baked_inputs(piece.document or {})
+    return InductorPiece(artifact, len(piece.outputs), boundaries, baked)
 
 
 def _add_output(module: torch.fx.GraphModule) -> None:
@@ -96,12 +115,19 @@ def _add_output(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
-def _options(given: dict[str, Any]) -> dict[str, Any]:
+def _options(config: CompilerConfig, cut: Sequence[str]) -> dict[str, Any]:
+    """Return what Inductor is told; `cut`: the splitting ops that an artifact calls by itself."""
     # Graphs are captured by our own session; Inductor's trees under it would only cost time.
     # A precompiled header makes the first C++ compile take twice as long, and needs the compiler
     # even to load an artifact.
     ours = {"triton.cudagraphs": False, "cpp_cache_precompile_headers": False}
-    return {"config_patches": {**ours, **given}}
+    tuning = torch_private.tuning_options(
+        max_autotune=config.max_autotune,
+        combo_kernels=config.combo_kernels,
+        threads=config.threads,
+    )
+    borders = torch_private.partition_options(cut) if cut else {}
+    return {"config_patches": {**ours, **tuning, **borders, **config.options}}
 
 
 def compile_probe(device: torch.device) -> None:

@@ -124,6 +124,7 @@ def _capture_one(
 ) -> None:
     mode, descriptor = key
     size = descriptor.num_tokens
+    program = program.for_size(size)
     before = _free_bytes(workspace)
     batch = prepare(descriptor)
     context = workspace.context(

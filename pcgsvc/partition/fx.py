@@ -83,7 +83,29 @@ def partition_fx(
             piece.hash = digest(piece.document)
     _prove_order(pieces)
     _reasons(pieces, matches)
-    return Partition(pieces=pieces, matched=counts)
+    return Partition(pieces=pieces, matched=counts, warnings=_almost_alike(pieces))
+
+
+def _almost_alike(pieces: list[Piece]) -> list[str]:
+    """Say when regions differ in nothing but constants, each of which is compiled by itself."""
+    shapes: dict[str, set[str]] = {}
+    for piece in pieces:
+        if piece.document is not None and piece.hash is not None:
+            shape = digest({**piece.document, "rows": _without_constants(piece.document["rows"])})
+            shapes.setdefault(shape, set()).add(piece.hash)
+    return [
+        f"split: {len(hashes)} unique regions differ only in numbers or strings in their code, "
+        "such as a layer's index or name; passed to the splitting op alone, they would be one"
+        for hashes in shapes.values()
+        if len(hashes) > 2
+    ]
+
+
+def _without_constants(item: Any) -> Any:
+    """Return encoded rows with the values of numbers and strings left out."""
+    if isinstance(item, list) and item and item[0] in ("int", "float", "str", "bool"):
+        return item[0]
+    return [_without_constants(i) for i in item] if isinstance(item, list) else item
 
 
 # ---- which nodes ---------------------------------------------------------------------------------
@@ -254,7 +276,15 @@ def _refuse_open_autocast(pieces: list[Piece]) -> None:
 
 
 def document_of(traced: TracedGraph, piece: Piece) -> Document:
-    """Return the canonical form of a region."""
+    """Return the canonical form of a region.
+
+    Raises:
+        TraceError: an int in it depends on data, and would be frozen.
+    """
+    for node in piece.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt):
+            traced.size_of(value)
     number = {node: at for at, node in enumerate([*piece.inputs, *piece.nodes])}
     return {
         "inputs": [_input_spec(traced, node) for node in piece.inputs],

@@ -64,11 +64,15 @@ def part(key: str) -> Built:
 def use_small_budget(root: str, seconds: float) -> dict[str, Any]:
     """Build and load programs that share pieces; what is found must be whole."""
     end, hits = time.monotonic() + seconds, 0
-    keys = [hashlib.sha256(str(n).encode()).hexdigest() for n in range(24)]
+    keys = [hashlib.sha256(str(n).encode()).hexdigest() for n in range(41)]
     while time.monotonic() < end:
         number = random.randrange(24)
-        program, pieces = keys[number], [keys[(number * 7 + n) % 17] for n in range(4)]
-        with Store.open(root, max_bytes=200_000, timeout_s=60) as store, store.lock(program):
+        program, pieces = keys[17 + number], [keys[(number * 7 + n) % 17] for n in range(4)]
+        with (
+            Store.open(root, max_bytes=200_000, timeout_s=60) as store,
+            store.lock(program, 20) as held,
+        ):
+            assert held
             found = store.get_program(program)
             for piece in found.pieces:
                 assert store.get_piece(piece).value == payload(piece)[:20_000]
@@ -76,7 +80,7 @@ def use_small_budget(root: str, seconds: float) -> dict[str, Any]:
             if not found.hit:
                 assert found.miss == "absent", found.miss
                 for piece in pieces:
-                    store.get_or_build(piece, partial(part, piece))
+                    store.get_or_build(piece, partial(part, piece), timeout_s=20)
                 assert store.put_program(program, b"{}", pieces=pieces, facts={})
     return {"hits": hits}
 
