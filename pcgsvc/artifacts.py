@@ -219,9 +219,7 @@ class Artifacts:
         names = custom_ops(document)
         ops = {n: op_identity(n) if schemas is None else schemas.get(n, "absent") for n in names}
         outputs = len(document["outputs"])
-        return piece_facts(
-            key, self._config, self._device, num_outputs=outputs, ops=ops, size=size
-        )
+        return piece_facts(key, self._config, self._device, num_outputs=outputs, ops=ops, size=size)
 
     def _piece_keys(self, image: ProgramImage) -> list[str]:
         wanted = [*((None, h) for h in image.documents), *self.sized(image)]
@@ -269,9 +267,7 @@ class Artifacts:
                 f"piece {name[:12]}: torch cannot load it ({type(error).__name__}: {error})"
             ) from error
 
-    def piece(
-        self, piece: Piece, dump_path: Path | None, size: int | None = None
-    ) -> CompiledPiece:
+    def piece(self, piece: Piece, dump_path: Path | None, size: int | None = None) -> CompiledPiece:
         """Return a compiled piece: loaded if some program has stored it, compiled otherwise.
 
         Args:

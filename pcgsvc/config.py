@@ -201,6 +201,9 @@ class CompilerConfig:
     threads: int = 1
     """Worker processes that compile kernels side by side, gone when the build ends; 1: none, the
     build's own process compiles. At least 1."""
+    passes: list[str] = field(default_factory=list)
+    """Custom graph passes by name, in order: `attention_quant` makes attention and the
+    quantisation of its output one op (fires under `partition.strategy=inductor` only)."""
     specialize_sizes: list[int] = field(default_factory=list)
     """Capture sizes for which every region is compiled once more, with that size put in; the
     general artifact serves all others. Positive, without repetition."""

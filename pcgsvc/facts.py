@@ -92,6 +92,10 @@ def environment_facts(config: Config, device: torch.device) -> dict[str, Any]:
         facts["device.index"] = device.index
     if config.compiler.name is Compiler.INDUCTOR:
         facts |= _inductor_facts(device)
+        if config.compiler.passes:
+            from pcgsvc.compilers.passes import identities
+
+            facts["inductor.passes"] = identities(config.compiler.passes)
     return facts
 
 
@@ -115,18 +119,27 @@ def _inductor_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _cpp_compiler() -> str:
-    """Return the C++ compiler's first version line, or say that there is none."""
+    """Return the C++ compiler's version and a digest of all it says of itself, or `none`.
+
+    The whole of `-v`, since Inductor puts it into the names of its files: with other words there,
+    stored kernels are not found and are compiled anew.
+    """
     for name in (os.environ.get("CXX"), "g++", "clang++"):
-        path = shutil.which(name) if name else None
-        if path is not None:
-            return _first_line(path)
+        if name and shutil.which(name) is not None:
+            return _about(name, os.environ.get("PATH", ""))
     return "none"
 
 
 @cache
-def _first_line(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return done.stdout.split("\n")[0]
+def _about(compiler: str, path: str) -> str:
+    """Ask by name, as Inductor does: some compilers print how they were found on the PATH."""
+    environment = os.environ | {"LC_ALL": "C", "PATH": path}
+    done = subprocess.run(
+        [compiler, "-v"], capture_output=True, text=True, check=False, env=environment
+    )
+    text = done.stdout + done.stderr
+    version = next((line for line in text.splitlines() if " version " in line), "unknown version")
+    return f"{version}, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _numerics(device: torch.device) -> dict[str, Any]:

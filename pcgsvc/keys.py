@@ -25,6 +25,7 @@ NOT_IN_KEY: dict[str, str] = {
     "model.preset": "as model.name: it only chooses dimensions, which show in the tensors",
     "model.weights": "a path; values of weights are no part of a compiled artifact",
     "attention": "backends run in the boundaries, which are not compiled; their schema is a fact",
+    "compiler.threads": "how many processes compile, not what they make",
     "mode": "which graphs are captured, not what is compiled",
     "capture": "which graphs are captured, not what is compiled",
     "cache": "where things are stored",

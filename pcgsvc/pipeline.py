@@ -273,6 +273,10 @@ def prepare(
 ) -> Built:
     """Load the program, or trace, split and compile it; then resolve the mode."""
     config = request.config
+    if config.compiler.passes:
+        from pcgsvc.compilers.passes import find_passes
+
+        find_passes(config.compiler.passes)  # an unknown name is told before anything is traced
     seconds = dict.fromkeys(
         ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total"),
         0.0,

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from pcgsvc.errors import CompileError
 from pcgsvc.nodes import mutated_args
 from pcgsvc.ops.context import current_context
-from pcgsvc.ops.registry import OpSpec, find_spec
+from pcgsvc.ops.registry import OpSpec, find_spec, stand_ins
 from pcgsvc.partition.pieces import Kind, Partition
 from pcgsvc.rows import decode, digest, encode_row, find_target, refs
 from pcgsvc.traced import Binding, TracedGraph
@@ -44,8 +44,9 @@ def boundaries_of(document: Mapping[str, Any]) -> Boundaries | None:
     listed = document.get("boundaries")
     if listed is None:
         return None
+    names = {name for name, _ in listed}
     return Boundaries(
-        names=frozenset(name for name, _ in listed),
+        names=frozenset(names | stand_ins(names)),
         order=tuple(name for name, _ in listed),
         rows=tuple(tuple(rows) for _, rows in listed),
     )

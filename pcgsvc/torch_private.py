@@ -226,6 +226,40 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
+def graph_pass(functions: Sequence[Callable[[torch.fx.Graph], None]], identity: str) -> Any:
+    """Return functions as one custom pass of Inductor's; `identity` goes into its own keys."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for function in functions:
+                function(graph)
+
+        def uuid(self) -> str:
+            return identity
+
+    return Pass()
+
+
+def functionalized_op(node: Any) -> Any:
+    """Return the writing op that a node of a functional graph calls, else None."""
+    if getattr(node, "target", None) is not torch.ops.higher_order.auto_functionalized_v2:
+        return None
+    return node.args[0]
+
+
+def fake_like(value: Any, dtype: torch.dtype) -> Any:
+    """Return a fake tensor of the same shape and strides, in the same fake mode."""
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
+
+
+def fake_call(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an op on fake values, the first of which is a tensor, in its fake mode."""
+    with args[0].fake_mode:
+        return target(*args, **kwargs)
+
+
 def tuning_options(*, max_autotune: bool, combo_kernels: bool, threads: int) -> dict[str, Any]:
     """Return Inductor's options for what it tries, merges, and how many processes it starts."""
     import torch._inductor.config as inductor_config

@@ -199,6 +199,23 @@ def test_what_only_inductor_depends_on_changes_only_its_keys(
     assert environment_key("inductor") != inductor
 
 
+def test_all_that_the_cpp_compiler_says_of_itself_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Inductor hashes all of `-v`; of one version, another build finds none of the stored kernels.
+    found = []
+    for number, words in enumerate(["", "Configured with: a", "Configured with: b"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        text = f"#!/bin/sh\n[ $1 = -v ] || exit 1\necho '{words}' >&2\necho gcc version 9 >&2\n"
+        (folder / "g++").write_text(text)
+        (folder / "g++").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+        found.append(facts_module._cpp_compiler())
+    assert len(set(found)) == 3
+    assert all(text.startswith("gcc version 9, ") for text in found)
+
+
 def test_where_the_compilers_caches_lie_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts_module.torch_private, "inductor_settings", dict)
     before = environment_key("inductor")

@@ -276,6 +276,32 @@ def test_fake_mode_gives_shapes_and_no_memory() -> None:
     assert type(x).__name__ == "FakeTensor"
 
 
+def test_graph_pass_runs_every_function_and_has_the_identity_that_it_is_given() -> None:
+    ran: list[int] = []
+    one = private.graph_pass([lambda g: ran.append(1), lambda g: ran.append(2)], "digest")
+    one(torch.fx.Graph())
+    assert (ran, one.uuid()) == ([1, 2], "digest")
+
+
+def test_functionalized_op_is_that_of_a_call_without_writes() -> None:
+    graph = torch.fx.Graph()
+    functional = torch.ops.higher_order.auto_functionalized_v2
+    call = graph.call_function(functional, (torch.ops.aten.add_.Tensor,))
+    assert private.functionalized_op(call) is torch.ops.aten.add_.Tensor
+    assert private.functionalized_op(graph.call_function(torch.add)) is None
+    assert private.functionalized_op(3) is None
+
+
+def test_fake_like_and_fake_call_stay_in_the_mode_of_their_value() -> None:
+    with private.fake_mode():
+        x = torch.empty(3, 4).t()
+    y = private.fake_like(x, torch.int8)
+    assert (y.shape, y.stride(), y.dtype) == (x.shape, x.stride(), torch.int8)
+    z = private.fake_call(torch.ops.aten.sum.dim_IntList, (x, [0]), {})
+    assert z.shape == (3,)
+    assert z.fake_mode is y.fake_mode is x.fake_mode  # type: ignore[attr-defined]
+
+
 def test_tuning_options_are_all_known_to_inductor() -> None:
     options = private.tuning_options(max_autotune=True, combo_kernels=True, threads=3)
     assert options == {"max_autotune": True, "combo_kernels": True, "compile_threads": 3}
@@ -320,7 +346,7 @@ def test_pool_ranges_hold_what_a_capture_allocates() -> None:
         graph.capture_begin()
         y = x * 2
         graph.capture_end()
-    ranges = private.pool_ranges(graph.pool())
+    ranges = private.pool_ranges([graph.pool()])
     assert any(start <= y.data_ptr() < end for start, end in ranges)
     assert not any(start <= x.data_ptr() < end for start, end in ranges)
 

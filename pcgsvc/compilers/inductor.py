@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.compilers.passes import pass_options
 from pcgsvc.compilers.specialize import baked_inputs, graph_for
 from pcgsvc.config import CompilerConfig
 from pcgsvc.errors import CompileError
@@ -127,7 +128,8 @@ def _options(config: CompilerConfig, cut: Sequence[str]) -> dict[str, Any]:
         threads=config.threads,
     )
     borders = torch_private.partition_options(cut) if cut else {}
-    return {"config_patches": {**ours, **tuning, **borders, **config.options}}
+    passes = pass_options(config.passes)
+    return {"config_patches": {**ours, **tuning, **borders, **passes, **config.options}}
 
 
 def compile_probe(device: torch.device) -> None:

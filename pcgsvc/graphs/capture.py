@@ -25,6 +25,7 @@ from pcgsvc.graphs.cuda import CudaEngine
 from pcgsvc.graphs.recorded import RecordedEngine
 from pcgsvc.graphs.session import Entry, Session
 from pcgsvc.ops.context import ForwardContext, use_context
+from pcgsvc.ops.registry import traced_name
 from pcgsvc.program import Direct, Program
 from pcgsvc.traced import SizePredicate
 from pcgsvc.workspace import Workspace
@@ -235,7 +236,7 @@ def _probe(cause: Exception) -> None:
 
 def _check_boundaries(program: Program, entry: Entry, key: Key) -> None:
     traced = program.boundaries
-    if traced is not None and entry.boundaries != traced:
+    if traced is not None and tuple(map(traced_name, entry.boundaries)) != traced:
         raise CaptureError(
             f"capturing {key[0].value} size {key[1].num_tokens}: the splitting ops hit were "
             f"{list(entry.boundaries)}, those traced were {list(traced)}."

@@ -40,6 +40,8 @@ class OpSpec:
     """Capture support; None: as the runner's attention backend says."""
     zeroes_padding: bool
     """Whether the op itself leaves padding rows of its outputs zero; else the boundary does."""
+    stands_for: str | None = None
+    """The splitting op that a compiler pass may replace by this one."""
 
 
 _SPECS: dict[str, OpSpec] = {}
@@ -101,8 +103,11 @@ def register_splitting_op(
     fake: Callable[..., Any] | None = None,
     zeroes_padding: bool = False,
     tags: Iterable[torch.Tag] = (),
+    stands_for: str | None = None,
 ) -> OpSpec:
     """Register `kernel` as splitting op `name`; see `splitting_op`. `support=None`: the backend's.
+
+    `stands_for`: the splitting op that a compiler pass may replace by this one.
 
     `torch.library.custom_op` is not used: it costs 4 to 7 times as much per call as
     `Library.define` and `impl` (measured on torch 2.11, 2.13 and 2.14).
@@ -134,7 +139,7 @@ def register_splitting_op(
         library.impl(op, _late(name), "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake or _fake_nothing, lib=library)
     schema = str(getattr(getattr(torch.ops, namespace), op).default._schema)
-    spec = OpSpec(name, kernel, fake, schema, mutated, support, zeroes_padding)
+    spec = OpSpec(name, kernel, fake, schema, mutated, support, zeroes_padding, stands_for)
     _SPECS[name] = spec
     return spec
 
@@ -167,6 +172,18 @@ def _where(function: Callable[..., Any]) -> str:
 def find_spec(name: str) -> OpSpec | None:
     """Return the splitting op called `ns::op`, or None when it is not one of ours."""
     return _SPECS.get(name)
+
+
+def stand_ins(names: Iterable[str]) -> set[str]:
+    """Return the ops by which a compiler pass may have replaced some of `names`."""
+    wanted = set(names)
+    return {name for name, spec in _SPECS.items() if spec.stands_for in wanted}
+
+
+def traced_name(name: str) -> str:
+    """Return the name by which the trace knows an op that was called."""
+    spec = _SPECS.get(name)
+    return name if spec is None or spec.stands_for is None else spec.stands_for
 
 
 def registered_names() -> list[str]:

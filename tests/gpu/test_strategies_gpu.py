@@ -39,7 +39,14 @@ def test_every_strategy_gives_one_segment_more_than_layers(
 
 library = torch.library.Library("strategytest", "DEF")
 library.define("tagged(Tensor q, Tensor(a!) out) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
-library.impl("tagged", lambda q, out: out.copy_(q * 2), "CompositeExplicitAutograd")
+
+
+def tagged(q: torch.Tensor, out: torch.Tensor) -> None:
+    """Double q into out."""
+    out.copy_(q * 2)
+
+
+library.impl("tagged", tagged, "CompositeExplicitAutograd")
 torch.library.register_fake("strategytest::tagged", lambda q, out: None, lib=library)
 
 
@@ -79,7 +86,7 @@ def test_an_op_tagged_cudagraph_unsafe_is_a_boundary_without_being_named(strateg
 @pcgsvc.eager_break
 def clip(x: torch.Tensor, out: torch.Tensor) -> None:
     """Branch on a device value, which only a break may do."""
-    out.copy_(x.clamp(-1, 1) if bool(x.abs().max() > 1) else x * 2)
+    out.copy_(x.clamp(-1, 1) if bool(x.abs().max() > 1) else x)
 
 
 class Untraceable(torch.nn.Module):

@@ -1,0 +1,246 @@
+"""`compiler.specialize_sizes`: artifacts for exact sizes beside the general one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import WIDTH, attended, make_config, partition_of, rows, trace_of
+from model_helpers import make_context
+from torch import nn
+
+import pcgsvc
+from pcgsvc.compilers.specialize import baked_inputs, graph_for, specialized
+from pcgsvc.config import (
+    CacheConfig,
+    CacheMode,
+    Config,
+    Graphs,
+    Strategy,
+    from_dict,
+    resolve,
+    validate,
+)
+from pcgsvc.errors import ConfigError
+from pcgsvc.facts import piece_facts
+from pcgsvc.keys import key_of
+from pcgsvc.ops.context import use_context
+from pcgsvc.partition.fx import partition_fx
+from pcgsvc.partition.pieces import Kind
+from pcgsvc.program import Program
+from pcgsvc.traced import SizePredicate
+
+
+class Counted(nn.Module):
+    """Rows that know their number: an int crosses from the first region to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        twice = x.shape[0] * 2
+        h = self.linear(x) + torch.arange(x.shape[0]).unsqueeze(1)
+        h = attended(h)
+        return h.relu() * 2 + torch.zeros(twice).sum()
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+def checked(sizes: Any, **settings: Any) -> Config:
+    tree = {"compiler": {"name": "inductor", "specialize_sizes": sizes}, **settings}
+    config = resolve(from_dict({"capture": {"sizes": [4, 8]}, **tree}), device_type="cpu")
+    validate(config, device_type="cpu")
+    return config
+
+
+def test_sizes_are_written_as_capture_sizes_are() -> None:
+    assert checked("4,8").compiler.specialize_sizes == [4, 8]
+    assert checked([8]).compiler.specialize_sizes == [8]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ([5], r"\[5\] are no capture sizes.*padded"),
+        ([0], r"got \[0\] among \[0\]"),
+        ([4, 4], r"\[4\] stand twice"),
+    ],
+)
+def test_a_size_that_no_call_reaches_is_refused(sizes: list[int], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"compiler.specialize_sizes: {words}"):
+        checked(sizes)
+
+
+def test_a_size_above_the_limit_is_no_capture_size() -> None:
+    with pytest.raises(ConfigError, match=r"\[8\] are no capture sizes.*Capture sizes: \[4\]"):
+        checked([8], capture={"sizes": [4, 8], "max_size": 4})
+
+
+def test_other_compilers_and_strategies_refuse_it() -> None:
+    with pytest.raises(ConfigError, match=r"compiler\.specialize_sizes: .*compiler=inductor"):
+        checked([4], compiler={"name": "eager", "specialize_sizes": [4]})
+    config = checked([4])
+    config.partition.strategy, config.capture.graphs = Strategy.BREAKABLE, Graphs.CUDA
+    with pytest.raises(ConfigError, match=r"specialize_sizes: not read with .*breakable"):
+        validate(config, device_type="cuda")
+
+
+def test_a_piece_s_facts_have_its_own_size_and_not_the_list_of_them() -> None:
+    def key(sizes: list[int], size: int | None = None) -> str:
+        device = torch.device("cpu")
+        return key_of(piece_facts("p", checked(sizes), device, num_outputs=1, ops={}, size=size))
+
+    assert key([]) == key([4])
+    assert len({key([4]), key([4], 4), key([4], 8)}) == 3
+
+
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+def test_a_graph_for_one_size_has_no_symbol_left() -> None:
+    partition = partition_of(Counted())
+    for piece in partition.unique().values():
+        assert piece.document is not None
+        graph = graph_for(piece, 5).graph
+        values = [n.meta["example_value"] for n in graph.nodes if n.op != "output"]
+        assert not any(isinstance(v, torch.SymInt) for v in values)
+        shapes = [v.shape for v in values if isinstance(v, torch.Tensor)]
+        assert all(type(n) is int for shape in shapes for n in shape)
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        assert len(placeholders) == len(piece.inputs) - len(baked_inputs(piece.document))
+    assert any(baked_inputs(p.document or {}) for p in partition.unique().values())
+
+
+def test_the_traced_graph_is_left_as_it_was() -> None:
+    traced = trace_of(Counted())
+    piece = next(p for p in partition_fx(traced, None).pieces if p.kind is Kind.REGION)
+    before = [str(n.meta.get("example_value")) for n in traced.graph.nodes]
+    graph_for(piece, 5)
+    assert [str(n.meta.get("example_value")) for n in traced.graph.nodes] == before
+
+
+def test_inputs_that_share_memory_share_it_still() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x + 1
+            left, right = h[:, :2], h[:, 2:]
+            out = attended(h)
+            return out[:, :2] * left + right
+
+    regions = [p for p in partition_of(Halves()).pieces if p.kind is Kind.REGION]
+    last = graph_for(regions[-1], 5).graph
+    fakes = [n.meta["example_value"] for n in last.nodes if n.op == "placeholder"]
+    wanted = [n.meta["example_value"] for n in regions[-1].inputs]
+
+    def sharing(tensors: list[Any]) -> list[list[bool]]:
+        stores = [t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor)]
+        return [[a == b for a in stores] for b in stores]
+
+    assert sharing(fakes) == sharing(wanted)
+
+
+def test_only_pieces_that_know_the_rows_and_valid_sizes_are_specialised() -> None:
+    document = partition_of(Counted()).unique()
+    documents = {h: p.document for h, p in document.items() if p.document is not None}
+    fixed: dict[str, Any] = {"inputs": [["tensor", "f", [3], [1], 0, "cpu", "s"], ["int", 2]]}
+    found = specialized({**documents, "fixed": fixed}, SizePredicate(("s <= 4",)), [4, 8])
+    assert sorted(found) == sorted((4, h) for h in documents)
+
+
+# ---- a whole start -------------------------------------------------------------------------------
+
+
+class Starts:
+    """The same program, cold and warm."""
+
+    def __init__(self, root: Path) -> None:
+        torch.manual_seed(0)
+        self.root, self.module = root, Counted().eval()
+
+    def build(self, sizes: list[int]) -> pcgsvc.Runner:
+        config = make_config(compiler="inductor", sizes=(4, 8))
+        config.compiler.specialize_sizes = sizes
+        config.cache = CacheConfig(dir=str(self.root), mode=CacheMode.READWRITE)
+        return pcgsvc.build_runner(self.module, rows(3), dynamic_dims={"x": 0}, config=config)
+
+    def wanted(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), use_context(make_context(None, [x.shape[0]])):
+            result: torch.Tensor = self.module(x)
+        return result
+
+
+def sizes_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that fills with the sizes whose program is looked up."""
+    asked: list[int] = []
+    for_size = Program.for_size
+
+    def spy(program: Program, size: int) -> Program:
+        asked.append(size)
+        return for_size(program, size)
+
+    monkeypatch.setattr(Program, "for_size", spy)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+    return Starts(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def cold(starts: Starts) -> Iterator[pcgsvc.Runner]:
+    with starts.build([4]) as runner:
+        yield runner
+
+
+@pytest.mark.slow
+def test_every_size_gives_what_the_module_gives(starts: Starts, cold: pcgsvc.Runner) -> None:
+    for count in (4, 8, 11):  # specialised, general, uncaptured
+        torch.testing.assert_close(cold(rows(count)), starts.wanted(rows(count)))
+    general = cold.parts.program
+    assert general.for_size(8) is general
+    special = general.for_size(4)
+    assert set(special.pieces) == set(general.pieces)
+    assert all(special.pieces[h] is not general.pieces[h] for h in general.pieces)
+    assert cold.report["compile"]["num_compiled"] == 2 * len(general.pieces)
+
+
+@pytest.mark.slow
+def test_the_exact_artifact_runs_where_nothing_is_captured(
+    starts: Starts, cold: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = sizes_asked_for(monkeypatch)
+    monkeypatch.setattr(cold.parts.dispatch, "find", lambda *args: None)
+    torch.testing.assert_close(cold(rows(4)), starts.wanted(rows(4)))
+    assert asked == [4]
+
+
+@pytest.mark.slow
+def test_a_warm_start_compiles_nothing_and_captures_the_exact_artifact(
+    starts: Starts, cold: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = sizes_asked_for(monkeypatch)
+    with starts.build([4]) as warm:
+        assert {4, 8} <= set(asked)
+        done = warm.report["compile"]
+        assert (done["start"], done["num_traces"], done["num_compiled"]) == ("warm", 0, 0)
+        assert done["num_loaded"] == cold.report["compile"]["num_compiled"]
+        general = warm.parts.program
+        assert general.for_size(4) is not general
+        for count in (4, 8, 11):
+            assert torch.equal(warm(rows(count)), cold(rows(count)))
+
+
+@pytest.mark.slow
+def test_another_list_of_sizes_keeps_the_general_pieces(
+    starts: Starts, cold: pcgsvc.Runner
+) -> None:
+    with starts.build([]) as plain:
+        assert plain.report["compile"]["start"] == "cold"
+        assert plain.report["compile"]["num_compiled"] == 0
+        torch.testing.assert_close(plain(rows(4)), starts.wanted(rows(4)))
