@@ -30,8 +30,8 @@ from pcgsvc.disk.envelope import Kind, MissError
 from pcgsvc.disk.lookup import Built
 from pcgsvc.disk.reports import FactDifference
 from pcgsvc.errors import CacheError, CompileError
+from pcgsvc.facts import environment_facts, piece_facts
 from pcgsvc.facts import file_digest as digest_of
-from pcgsvc.facts import piece_facts
 from pcgsvc.image import (
     ProgramImage,
     custom_ops,
@@ -82,6 +82,8 @@ class Artifacts:
         self._config, self._device = config, device
         self._store, self._folder = store, folder
         self.tally = Tally()
+        # Once, before anything is imported or compiled: compilers change some settings themselves.
+        self._environment = environment_facts(config, device)
         self.specialized: dict[int, dict[str, CompiledPiece]] = {}
         """Pieces of the program for exact sizes, by size and hash."""
         self._toolchain: set[str] = set()
@@ -219,7 +221,15 @@ class Artifacts:
         names = custom_ops(document)
         ops = {n: op_identity(n) if schemas is None else schemas.get(n, "absent") for n in names}
         outputs = len(document["outputs"])
-        return piece_facts(key, self._config, self._device, num_outputs=outputs, ops=ops, size=size)
+        return piece_facts(
+            key,
+            self._config,
+            self._device,
+            num_outputs=outputs,
+            ops=ops,
+            size=size,
+            environment=self._environment,
+        )
 
     def _piece_keys(self, image: ProgramImage) -> list[str]:
         wanted = [*((None, h) for h in image.documents), *self.sized(image)]

@@ -349,7 +349,8 @@ class Canonical:
                 raise TraceError(
                     f"result leaf {at}: got {type(leaf).__name__}; a forward may return tensors "
                     "that it computed or was given, None, bools and strings. A number would be "
-                    "frozen at its traced value: return it as a tensor, or compute it outside." + way
+                    "frozen at its traced value: return it as a tensor, or compute it outside."
+                    + way
                 )
         self._refuse_side_effects(output, {p for p in range(len(places)) if p not in kept})
         return outputs, constants, kept

@@ -29,6 +29,7 @@ from pcgsvc.reads import (
     canonical,
     class_digest,
     code_digest,
+    hook_form,
     is_versioned,
     name_of,
     sources_of,
@@ -37,7 +38,9 @@ from pcgsvc.traced import InputSpec
 
 _COMPILER_ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_", "TORCH_COMPILE_")
 _COMPILERS = ("CC", "CXX")
-_PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR")
+_PLACES = ("_DIR", "_PATH", "_HOME")
+"""Endings of variables that name places. Torch sets some of them itself when Inductor is imported
+(TRITON_PTXAS_PATH), so that a start that traces would see other facts than one that loads."""
 
 
 def program_facts(
@@ -60,6 +63,7 @@ def program_facts(
         **environment_facts(config, device),
         "module": name_of(module),
         "module.code": _code_facts(module),
+        "module.global_hooks": [hook_form(hook) for hook in _global_hooks()],
         "source": {name: file_digest(path) for name, path in sources_of(module).items()},
         "inputs": [_input_facts(spec) for spec in inputs],
         "constants": canonical(dict(constants)),
@@ -106,7 +110,7 @@ def _inductor_facts(device: torch.device) -> dict[str, Any]:
             name: value
             for name, value in sorted(os.environ.items())
             if (name.startswith(_COMPILER_ENVIRONMENT) or name in _COMPILERS)
-            and name not in _PLACES
+            and not name.endswith(_PLACES)
         },
     }
     if device.type == "cuda":
@@ -196,6 +200,12 @@ def _code_facts(module: Callable[..., Any]) -> dict[str, Any]:
     return {name: ",".join(sorted(digests)) for name, digests in sorted(found.items())}
 
 
+def _global_hooks() -> list[Any]:
+    """Return the hooks that run in every module; Dynamo traces them into the graph."""
+    home = torch.nn.modules.module
+    return [*home._global_forward_pre_hooks.values(), *home._global_forward_hooks.values()]
+
+
 def file_digest(path: str) -> str | None:
     """Return the sha256 of a file, or None if it cannot be read."""
     try:
@@ -254,6 +264,7 @@ def piece_facts(
     num_outputs: int,
     ops: Mapping[str, str],
     size: int | None = None,
+    environment: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what decides one compiled piece.
 
@@ -264,6 +275,7 @@ def piece_facts(
         num_outputs: how many results it has.
         ops: identities of the custom ops that it calls; the canonical form has their names only.
         size: the row count that it is compiled for; None: any.
+        environment: `environment_facts`, taken before anything was compiled; None: taken now.
     """
     facts = {
         "piece": document_hash,
@@ -275,7 +287,9 @@ def piece_facts(
     del compiler["config.compiler.specialize_sizes"]  # a piece has its own size, or none
     if size is not None:
         facts["size"] = size
-    return {**facts, **compiler, **environment_facts(config, device)}
+    if environment is None:
+        environment = environment_facts(config, device)
+    return {**facts, **compiler, **environment}
 
 
 __all__ = [

@@ -31,7 +31,7 @@ from pcgsvc.dispatch import (
     resolve_mode,
     wanted_entries,
 )
-from pcgsvc.errors import ConfigError, VerifyError
+from pcgsvc.errors import CacheError, ConfigError, VerifyError
 from pcgsvc.facts import program_facts
 from pcgsvc.graphs.capture import CaptureOptions, GraphTable, capture_entries
 from pcgsvc.graphs.cuda import CudaEngine
@@ -292,7 +292,15 @@ def prepare(
             "program_key": stages.key,
             "hits": store.counts.hits,
             "misses": store.counts.misses,
-            "miss_reasons": [*stages.misses, *store.counts.miss_reasons],
+            "miss_reasons": list(
+                dict.fromkeys(
+                    [
+                        *stages.misses,
+                        *store.counts.miss_reasons,
+                        *(f"cannot be written down: {u}" for u in artifacts.tally.unsaved),
+                    ]
+                )
+            ),
             "bytes": store.num_bytes(),
         }
     logger.info(
@@ -409,6 +417,8 @@ class _Stages:
         """Return the program, loaded if the store has one that fits."""
         facts = self._facts()
         if facts is None:
+            if self._config.cache.require_warm:
+                raise CacheError(f"cache.require_warm=true, and {self.misses[-1]}")
             return self._make(None)
         self.key = key_of(facts)
         found = self._load(facts)

@@ -410,6 +410,12 @@ def class_digest(cls: type) -> str:
     return _digest(_class_words(cls, set()))
 
 
+def hook_form(function: Any) -> list[Any]:
+    """Return what a function does and the values in its closure, as far as they have a form."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [name_of(function), code_digest(function), [_or_type(c.cell_contents) for c in cells]]
+
+
 def _digest(words: Iterator[str]) -> str:
     text = "\n".join(words)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]

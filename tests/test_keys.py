@@ -124,9 +124,6 @@ ENVIRONMENT: dict[str, Any] = {
     "machine": as_attribute(facts_module.platform, "machine", lambda: "m68k"),
     "our version": as_attribute(facts_module, "version_facts", lambda: {"pcgsvc": "9"}),
     "default dtype": Restored(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "matmul precision": Restored(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"
-    ),
     "deterministic": Restored(
         torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
     ),
@@ -170,8 +167,7 @@ def test_every_fact_of_the_environment_changes_the_key(
             change.undo()
     assert before != after
     monkeypatch.undo()
-    if what != "matmul precision":  # sets several, and the default of some cannot be set again
-        assert environment_key("eager") == before
+    assert environment_key("eager") == before
 
 
 INDUCTOR: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -225,20 +221,25 @@ def test_where_the_compilers_caches_lie_does_not_matter(monkeypatch: pytest.Monk
     assert environment_key("inductor") == before
 
 
-def test_the_new_settings_of_float32_precision_do_not_make_torch_refuse_the_old_ones() -> None:
-    # torch raises on reading allow_tf32 once they are used; a process of its own keeps it there.
+def test_every_setting_of_float32_precision_counts_and_none_makes_the_facts_fail() -> None:
+    # Torch raises on reading allow_tf32 once the new ones are used. In a process of its own, since
+    # the defaults of some cannot be set again.
     code = (
         "import torch\n"
         "from pcgsvc.config import Config, resolve\n"
         "from pcgsvc.facts import environment_facts\n"
         "from pcgsvc.keys import key_of\n"
         "config, cpu = resolve(Config(), device_type='cpu'), torch.device('cpu')\n"
+        "print(key_of(environment_facts(config, cpu)))\n"
+        "torch.set_float32_matmul_precision('high')\n"
+        "print(key_of(environment_facts(config, cpu)))\n"
         "for word in ('ieee', 'tf32'):\n"
         "    torch.backends.cuda.matmul.fp32_precision = word\n"
         "    print(key_of(environment_facts(config, cpu)))\n"
     )
     keys = python(code).split()
-    assert len(set(keys)) == 2
+    assert len(set(keys)) == 3
+    assert keys[1] == keys[3]  # two ways to say one thing
 
 
 # ---- programs ------------------------------------------------------------------------------------

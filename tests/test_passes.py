@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from pcgsvc import torch_private
 from pcgsvc.compilers import passes
 from pcgsvc.compilers.inductor import InductorPiece, compile_piece
 from pcgsvc.compilers.passes import GraphPass, find_passes, pass_options
-from pcgsvc.config import Compiler, CompilerConfig, Config, resolve, validate
-from pcgsvc.errors import ConfigError
+from pcgsvc.config import Compiler, CompilerConfig, Config, Mode, resolve, validate
+from pcgsvc.dispatch import BatchDescriptor
+from pcgsvc.errors import CaptureError, ConfigError
 from pcgsvc.facts import environment_facts
+from pcgsvc.graphs.capture import _check_boundaries
 from pcgsvc.keys import key_of
+from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.attention_quant import attention_quant, quantize
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.registry import stand_ins, traced_name
@@ -30,11 +34,11 @@ from pcgsvc.program import Direct, Program, program_of
 HEADS, WIDTH, SCALE = 2, 4, 0.05
 
 
-class Attention:
+class Attention(AttentionBackend):
     """A stand-in for a backend: no cache, and as many rows as there are."""
 
-    def plan(self, context: Any) -> None:
-        return None
+    def __init__(self) -> None:
+        pass
 
     def forward(self, q: Any, k: Any, v: Any, output: Any, layer: int, context: Any) -> None:
         output.copy_(torch.softmax(q * k, -1) * v + layer)
@@ -57,7 +61,7 @@ class Quantised(nn.Module):
             whole = out = torch.empty_like(h)
         torch.ops.pcgsvc.attention(h, h, h, out, 1)
         small = torch.ops.pcgsvc.quantize(whole.flatten(1), SCALE)
-        y = x + small[:, :WIDTH].to(x.dtype) * SCALE
+        y: torch.Tensor = x + small[:, :WIDTH].to(x.dtype) * SCALE
         return y + out.flatten(1) if self.keep else y
 
 
@@ -79,11 +83,11 @@ def program_and_sources(module: nn.Module, config: CompilerConfig, *, whole: boo
     program = Program(program_of(traced, partition), {h: piece for h, (piece, _) in made.items()})
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        kinds = {"size": lambda b: x.shape[0], "input": lambda b: x}
-        values = [kinds.get(b.kind, lambda b: traced.tensors[b.name])(b) for b in traced.bindings]
+        own = {"size": x.shape[0], "input": x}
+        values = [own[b.kind] if b.kind in own else traced.tensors[b.name] for b in traced.bindings]
         with torch.no_grad(), use_context(make_context(Attention(), [x.shape[0]])):
-            (result,) = program.run(values, Direct())
-        return result  # type: ignore[no-any-return]
+            result: torch.Tensor = program.run(values, Direct())[0]
+        return result
 
     return run, "\n".join(source for _, source in made.values())
 
@@ -165,6 +169,19 @@ def test_the_one_op_stands_for_attention() -> None:
     assert stand_ins(["pcgsvc::attention"]) == {"pcgsvc::attention_quant"}
     assert traced_name("pcgsvc::attention_quant") == "pcgsvc::attention"
     assert traced_name("pcgsvc::attention") == "pcgsvc::attention"
+
+
+def test_capture_takes_the_one_op_for_the_boundary_that_was_traced() -> None:
+    def check(*hit: str) -> None:
+        program: Any = SimpleNamespace(boundaries=("pcgsvc::attention", "toy::attend"))
+        entry: Any = SimpleNamespace(boundaries=hit)
+        key = (Mode.PIECEWISE, BatchDescriptor(4, 4, uniform=False))
+        _check_boundaries(program, entry, key)
+
+    check("pcgsvc::attention", "toy::attend")
+    check("pcgsvc::attention_quant", "toy::attend")
+    with pytest.raises(CaptureError, match="the splitting ops hit"):
+        check("toy::attend", "pcgsvc::attention_quant")
 
 
 # ---- the pass ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_helpers import WIDTH, attended, fault, rows
+from core_helpers import WIDTH, attended, rows
 from torch import nn
 from torch.nn import functional
 from warm_helpers import Sources, Start, Starter, source_folder
@@ -314,6 +314,34 @@ def test_what_differs_in_tensors_hooks_or_modules_shares_no_program(
     third = start(other().eval())
     assert third.right
     assert third.warm, third.reasons
+
+
+def test_hooks_of_all_modules_count(start: Starter) -> None:
+    assert not start(Flexible()).warm
+    starts = []
+    for by in (2.0, 3.0):
+
+        def hook(module: nn.Module, args: Any, out: Any, by: float = by) -> Any:
+            return out * by
+
+        handle = nn.modules.module.register_module_forward_hook(hook)
+        try:
+            starts.append(start(Flexible()))
+        finally:
+            handle.remove()
+    assert [each.right for each in starts] == [True, True]
+    assert not any(each.warm for each in starts)
+    assert start(Flexible()).warm
+
+
+def test_more_instances_than_an_entry_holds_are_right_and_the_last_ones_stay(
+    start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifacts, "MAX_VARIANTS", 3)
+    for number in range(5):
+        assert start(Flexible(eps=float(number))).right
+    warm = [start(Flexible(eps=float(number)), cache="read").warm for number in range(5)]
+    assert warm == [False, False, True, True, True]
 
 
 def test_whether_a_buffer_is_saved_does_not_matter(start: Starter) -> None:
@@ -845,11 +873,7 @@ class HoldsATensor(nn.Module):
     ("factory", "words"),
     [
         (ReadsAnObject, "Named has no form"),
-        pytest.param(
-            HoldsATensor,
-            "no parameter or buffer",
-            marks=fault("pipeline: the image binds parameters and buffers only"),
-        ),
+        (HoldsATensor, "no parameter or buffer"),
     ],
 )
 def test_a_program_that_read_what_cannot_be_written_down_is_not_stored_and_the_report_says_so(

@@ -114,6 +114,8 @@ def test_a_graph_for_one_size_has_no_symbol_left() -> None:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         assert len(placeholders) == len(piece.inputs) - len(baked_inputs(piece.document))
     assert any(baked_inputs(p.document or {}) for p in partition.unique().values())
+    results = [n for p in partition.unique().values() for n in p.outputs]
+    assert any(isinstance(n.meta["example_value"], torch.SymInt) for n in results)
 
 
 def test_the_traced_graph_is_left_as_it_was() -> None:

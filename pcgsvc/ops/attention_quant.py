@@ -2,7 +2,7 @@
 
 In: a graph after Inductor's own decompositions. Out: the same graph with `pcgsvc::attention`
 followed by `pcgsvc::quantize` as one `pcgsvc::attention_quant`. Knows nothing of partitions: under
-`partition.strategy=fx` attention is no part of any graph that is compiled, so that nothing is found.
+`partition.strategy=fx` attention is in no graph that is compiled, so that nothing is found.
 
 The digest of this file stands for the pass in keys: ops and pass belong together.
 """
@@ -100,7 +100,8 @@ def _replace(
     result: torch.fx.Node,
     views: list[torch.fx.Node],
 ) -> None:
-    (base,) = call.kwargs["_all_bases"]  # type: ignore[misc]
+    kwargs: dict[str, Any] = dict(call.kwargs)
+    (base,) = kwargs["_all_bases"]
     _, scale = quantized.args
 
     def fake() -> Any:
@@ -114,7 +115,7 @@ def _replace(
         fused = graph.call_function(
             call.target,  # type: ignore[arg-type]
             (torch.ops.pcgsvc.attention_quant.default,),
-            {**call.kwargs, "_all_bases": [buffer], "scale": scale},
+            {**kwargs, "_all_bases": [buffer], "scale": scale},
         )
         last = graph.call_function(operator.getitem, (fused, 1))
         last.meta["val"] = fake()

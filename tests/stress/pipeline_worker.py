@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from core_helpers import make_config, rows, toy  # noqa: E402 - from beside this folder
-from model_helpers import make_context  # noqa: E402
+from core_helpers import make_config, rows, toy
+from model_helpers import make_context
 
-import pcgsvc  # noqa: E402
-from pcgsvc.artifacts import Artifacts  # noqa: E402
-from pcgsvc.config import CacheConfig  # noqa: E402
-from pcgsvc.ops.context import use_context  # noqa: E402
+import pcgsvc
+from pcgsvc.artifacts import Artifacts
+from pcgsvc.config import CacheConfig
+from pcgsvc.ops.context import use_context
 
 
 def main() -> None:

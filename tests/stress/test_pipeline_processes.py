@@ -1,4 +1,4 @@
-"""Many processes that build one program at once, one of them killed: one compiles, all are right."""
+"""Processes that build one program at once, one of them killed: one compiles, all are right."""
 
 from __future__ import annotations
 
