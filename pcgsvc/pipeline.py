@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,8 @@ class Built:
     """The report's words on the disk cache."""
     seconds: dict[str, float]
     warnings: list[str]
+    captured: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that the forward holds and that are no parameter or buffer, by binding name."""
     workspace: Workspace | None = None
     """Set where the forward had to be run to learn what it does."""
 
@@ -216,7 +218,7 @@ def build(request: Request, progress: Progress) -> Runner:
     config = request.config
     with _building(request) as folder:
         built = prepare(request, folder, progress)
-        tensors = tensors_of(request.bundle.module)
+        tensors = {**tensors_of(request.bundle.module), **built.captured}
         workspace = built.workspace or _workspace(
             request, built.image.spec.bindings, built.image.bind(tensors)
         )
@@ -330,6 +332,7 @@ def prepare(
         seconds=seconds,
         warnings=[*resolution.reasons, *dropped, *stages.warnings],
         workspace=stages.workspace,
+        captured=stages.captured,
     )
     for warning in built.warnings:
         logger.warning("%s", warning)
@@ -358,6 +361,7 @@ class _Stages:
         self.key: str | None = None
         self.misses: list[str] = []
         self.warnings: list[str] = []
+        self.captured: dict[str, torch.Tensor] = {}
         self.workspace: Workspace | None = None
 
     def run(self, *, compile_pieces: bool) -> tuple[ProgramImage, dict[str, CompiledPiece] | None]:
@@ -474,6 +478,9 @@ class _Stages:
         partition = partition_inductor(traced, plan) if whole else plan
         module, constants = self._request.bundle.module, self._request.constants
         reads, problems = reads_of(traced.guards, module, constants)
+        self.captured = {
+            b.name: traced.tensors[b.name] for b in traced.bindings if b.kind == "constant"
+        }
         problems += [
             f"captured tensor {b.name}: it is no parameter or buffer, so a new process cannot "
             "find it"

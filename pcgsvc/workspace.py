@@ -6,6 +6,7 @@ Knows nothing of graphs. Not safe across threads; the runner's lock guards it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,14 +61,18 @@ class Workspace:
         """Return the input buffers cut to `size` rows; the same tensors each time."""
         found = self._views.get(size)
         if found is None:
-            found = {
-                s.name: self.buffers[s.name]
-                if s.dim is None
-                else self.buffers[s.name].narrow(s.dim, 0, size)
-                for s in self.inputs
-            }
+            found = {s.name: self._view(s, size) for s in self.inputs}
             self._views[size] = found
         return found
+
+    def _view(self, spec: InputSpec, size: int) -> torch.Tensor:
+        """Return a contiguous view of `size` rows over the start of an input's buffer."""
+        buffer = self.buffers[spec.name]
+        if spec.dim is None:
+            return buffer
+        shape = list(buffer.shape)
+        shape[spec.dim] = size
+        return buffer.view(-1)[: math.prod(shape)].view(shape)
 
     def values(self, inputs: Mapping[str, torch.Tensor], size: int) -> list[Any]:
         """Return one value per binding of the program."""

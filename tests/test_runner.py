@@ -546,3 +546,16 @@ def test_the_memory_of_one_capture_is_not_lost_when_a_size_is_never_called() -> 
             key[1].num_tokens: entry.outputs[0].data_ptr()
             for key, entry in runner.parts.table.entries.items()
         } == addresses
+
+
+def test_rows_may_lie_in_another_dimension_than_the_first() -> None:
+    config = make_config("full", [2, 8])
+    example = {"x": torch.randn(3, 5)}
+    with pcgsvc.build_runner(
+        lambda x: x * 2 + 1, example, dynamic_dims={"x": 1}, config=config
+    ) as runner:
+        assert runner.report["graphs"]["sizes"] == [2, 8]
+        for count in (1, 2, 5, 8):
+            x = torch.randn(3, count)
+            assert torch.equal(runner(x), x * 2 + 1)
+            assert all(view.is_contiguous() for view in runner.parts.workspace.views(2).values())

@@ -17,8 +17,11 @@ import pytest
 import torch
 from model_helpers import make_backend, make_context
 
+import pcgsvc
+from pcgsvc.app import main
 from pcgsvc.config import Config, ModelConfig
 from pcgsvc.errors import ConfigError
+from pcgsvc.generate import generate_ids
 from pcgsvc.models import smollm2
 from pcgsvc.models.base import ModelBundle
 from pcgsvc.models.catalog import build_model, validate_model
@@ -353,3 +356,52 @@ def test_bundle_names_its_limits_and_refuses_other_dimensions(
     model = ModelConfig(name="smollm2", weights=str(checkpoint_file), num_layers=12)
     with pytest.raises(ConfigError, match=r"model\.num_layers: got 12, but .* has 30"):
         validate_model(Config(model=model))
+
+
+PROMPTS = (
+    "Name three rivers of Europe.",
+    "What is the capital of France, and what is it known for?",
+    "Write one sentence about the sea.",
+)
+NEW_TOKENS = 32
+GAP = 1e-2
+"""Between the two highest logits; below it another rounding may choose the other token."""
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_greedy_tokens_of_three_prompts_in_one_batch_equal_transformers(
+    checkpoint_file: Path,
+) -> None:
+    theirs = transformers_model(checkpoint_file)
+    overrides = [f"model.weights={checkpoint_file}", "compiler=eager", "dtype=float32"]
+    overrides += ["capture.sizes=[4,32]", "capture.self_check=false", "device=cpu"]
+    with pcgsvc.load_runner(["model=smollm2", *overrides]) as runner:
+        tokenizer = runner.parts.tokenizer
+        prompts = [tokenizer.encode_chat(text) for text in PROMPTS]
+        assert len({len(ids) for ids in prompts}) == 3
+        ours = generate_ids(runner, prompts, NEW_TOKENS)
+        modes = {key.split(":")[0] for key in runner.stats()["hits"]}
+        assert modes == {"piecewise", "full"}  # prefill and decode were replayed
+    for prompt, got in zip(prompts, ours, strict=True):
+        assert len(got) == NEW_TOKENS
+        # Teacher-forced on our tokens: after a tie, both go on from the same text.
+        logits = theirs(torch.tensor([[*prompt, *got]])).logits[0, len(prompt) - 1 : -1]
+        top, second = logits.topk(2).values.unbind(-1)
+        clear = (top - second) > GAP
+        assert clear.sum() > NEW_TOKENS // 2
+        assert torch.equal(logits.argmax(-1)[clear], torch.tensor(got)[clear])
+
+
+@pytest.mark.slow
+def test_the_command_line_answers_a_prompt(
+    checkpoint_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model=smollm2", "mode=full_and_piecewise", "compiler=eager", "device=cpu"]
+    words += [f"model.weights={checkpoint_file}", "capture.sizes=[1,16]", "bench.enabled=false"]
+    words += ['prompt="Name three colours of the rainbow."', f"hydra.run.dir={tmp_path}"]
+    assert main(words) == 0
+    answer = capsys.readouterr().out.lower()
+    answer = answer[answer.index("rainbow") :]
+    colours = {"red", "orange", "yellow", "green", "blue", "indigo", "violet"}
+    assert len({c for c in colours if c in answer}) >= 2
