@@ -120,6 +120,8 @@ class Request:
     """Arguments that are no tensors; frozen."""
     weights_s: float = 0.0
     """How long the model took to build, in seconds."""
+    import_s: float = 0.0
+    """How long it took to import what loads compiled pieces, in seconds."""
 
 
 @dataclass(kw_only=True)
@@ -259,8 +261,10 @@ def _building(request: Request) -> Iterator[CompilerFolder]:
     inductor = request.config.compiler.name is Compiler.INDUCTOR
     plain = torch.autocast(request.device.type, enabled=False)  # the caller's is not built in
     with BUILD_LOCK, torch.inference_mode(False), torch.no_grad(), plain:
+        started = time.perf_counter()
         try:
             with folder.in_use(inductor=inductor, threads=request.config.compiler.threads):
+                request.import_s = time.perf_counter() - started
                 yield folder
         except BaseException:
             folder.close()
@@ -283,7 +287,7 @@ def prepare(
         ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total"),
         0.0,
     )
-    seconds["weights"] = request.weights_s
+    seconds["import"], seconds["weights"] = request.import_s, request.weights_s
     with _open_store(config, used=compile_pieces) as store:
         artifacts = Artifacts(config, request.device, store, folder)
         stages = _Stages(request, artifacts, store, seconds, progress)

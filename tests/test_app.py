@@ -84,7 +84,7 @@ BAD = {
     "capture.sizes=[0,4]": "sizes are token counts, at least 1",
     "capture.sizes=[4,4]": "[4] stand twice",
     "capture.sizes=1,2": "capture.sizes='[1,2,4]'",
-    "partition.splitting_ops=[no::such]": "Registered splitting ops: pcgsvc::attention",
+    "partition.splitting_ops=[no::such]": "Registered splitting ops:",
     "partition.strategy=fxx": "Choices: fx, inductor, breakable",
     "model.weights=/nowhere.gguf": "name a .gguf or .safetensors file",
     "model=lama": "two_regions",

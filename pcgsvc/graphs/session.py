@@ -108,6 +108,8 @@ class Session:
         """Names of the pieces in the open segment; empty when none is open."""
         self._within: str | None = None
         """The piece that runs now and calls splitting ops itself."""
+        self._listener: _Listener | None = None
+        """What hears those calls."""
 
     # -- Executor --
 
@@ -118,11 +120,12 @@ class Session:
             return self._engine.run_piece(piece, args)
         self._within = name
         self._begin(name)
+        self._listener = _Listener(self, piece.boundaries)
         try:
-            with _Listener(self, piece.boundaries), handle_breaks(self):
+            with self._listener, handle_breaks(self):
                 return self._engine.run_piece(piece, args)
         finally:
-            self._within = None
+            self._within = self._listener = None
 
     def splitting(self, call: BoundCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Break the segment at a splitting op, or capture the op when breaks are off."""
@@ -159,7 +162,14 @@ class Session:
                 f"{name}: an eager_break is met in a full graph; it runs between graphs only. Use "
                 "mode=piecewise."
             )
-        result = self._at_break(name, function, list(args), kwargs, lambda result: [])
+        listener = self._listener
+        assert listener is not None, "a break is met while no piece runs"
+        # Modes are a stack: the engine may have to leave its own, which lies under the listener.
+        listener.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            result = self._at_break(name, function, list(args), kwargs, lambda result: [])
+        finally:
+            listener.__enter__()  # type: ignore[no-untyped-call]
         self._refuse_fresh(name, result)
         return result
 
