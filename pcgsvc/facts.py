@@ -63,7 +63,7 @@ def program_facts(
         **environment_facts(config, device),
         "module": name_of(module),
         "module.code": _code_facts(module),
-        "module.global_hooks": [hook_form(hook) for hook in _global_hooks()],
+        "module.global_hooks": [hook_form(hook) for hook in torch_private.global_hooks()],
         "source": {name: file_digest(path) for name, path in sources_of(module).items()},
         "inputs": [_input_facts(spec) for spec in inputs],
         "constants": canonical(dict(constants)),
@@ -198,12 +198,6 @@ def _code_facts(module: Callable[..., Any]) -> dict[str, Any]:
         if not all(is_versioned(part.__module__) for part in cls.__mro__):
             found.setdefault(name_of(cls), set()).add(class_digest(cls))
     return {name: ",".join(sorted(digests)) for name, digests in sorted(found.items())}
-
-
-def _global_hooks() -> list[Any]:
-    """Return the hooks that run in every module; Dynamo traces them into the graph."""
-    home = torch.nn.modules.module
-    return [*home._global_forward_pre_hooks.values(), *home._global_forward_hooks.values()]
 
 
 def file_digest(path: str) -> str | None:

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS
-from torch._library.simple_registry import singleton
 from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
@@ -168,21 +166,10 @@ def op_identity(name: str) -> str:
         return "absent"
     tags = sorted(t.name for t in torch_private.op_tags(packet))
     spec = find_spec(name)
-    kernels = _registered(name) if spec is None else [spec.kernel, spec.fake]
+    kernels = torch_private.op_functions(name) if spec is None else [spec.kernel, spec.fake]
     digests = [code_digest(function) for function in kernels if function is not None]
     schemas = " | ".join(torch_private.op_schemas(packet))
     return f"{schemas} tags={tags} kernels={digests}"
-
-
-def _registered(name: str) -> list[Any]:
-    """Return the Python functions that torch knows behind an op made with `torch.library`.
-
-    Kernels of `torch.library.impl` are not among them; the dispatcher calls those at run time.
-    """
-    made = OPDEFS.get(name)
-    kernels = [] if made is None else [made._init_fn, *made._backend_fns.values()]
-    fake = singleton.find(name).fake_impl.kernel
-    return [*kernels, None if fake is None else fake.func]
 
 
 def custom_ops(document: Document) -> list[str]:

@@ -171,6 +171,26 @@ def op_schemas(packet: Any) -> list[str]:
     return [str(getattr(packet, name)._schema) for name in packet.overloads()]
 
 
+def op_functions(name: str) -> list[Any]:
+    """Return the Python functions that torch knows behind an op made with `torch.library`.
+
+    Kernels of `torch.library.impl` are not among them; the dispatcher calls those at run time.
+    """
+    from torch._library.custom_ops import OPDEFS
+    from torch._library.simple_registry import singleton
+
+    made = OPDEFS.get(name)
+    kernels = [] if made is None else [made._init_fn, *made._backend_fns.values()]
+    fake = singleton.find(name).fake_impl.kernel
+    return [*kernels, None if fake is None else fake.func]
+
+
+def global_hooks() -> list[Any]:
+    """Return the hooks that run in every module; Dynamo traces them into the graph."""
+    home = torch.nn.modules.module
+    return [*home._global_forward_pre_hooks.values(), *home._global_forward_hooks.values()]
+
+
 def op_exists(name: str) -> bool:
     """Whether `ns::op` is registered, with any overload."""
     return bool(torch._C._jit_get_schemas_for_operator(name))

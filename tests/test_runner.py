@@ -559,3 +559,13 @@ def test_rows_may_lie_in_another_dimension_than_the_first() -> None:
             x = torch.randn(3, count)
             assert torch.equal(runner(x), x * 2 + 1)
             assert all(view.is_contiguous() for view in runner.parts.workspace.views(2).values())
+
+
+def test_profiler_ranges_carry_the_pieces_names() -> None:
+    config = make_config(sizes=[4])
+    config.debug.profile_ranges = True
+    with pcgsvc.build_runner(toy(1), rows(3), dynamic_dims={"x": 0}, config=config) as runner:
+        with torch.profiler.profile() as profile:
+            runner(rows(4))
+        names = {event.key for event in profile.key_averages()}
+    assert {"piece_00", "piece_02", "toy::attend"} <= names

@@ -391,3 +391,29 @@ def test_side_effects_names_what_a_trace_changes() -> None:
     private.dynamo_trace(lambda x: x * 2, [torch.ones(2)], backend, lambda guards: None)
     assert "CHANGED" in found[0][0]
     assert found[1] == []
+
+
+def test_op_functions_are_the_python_kernels_and_the_fake_of_an_op() -> None:
+    @torch.library.custom_op("privatetest::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @double.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    functions = [f for f in private.op_functions("privatetest::double") if f is not None]
+    assert any(getattr(f, "__wrapped__", f).__code__.co_name == "double" for f in functions)
+    assert [f for f in private.op_functions("privatetest::none") if f is not None] == []
+
+
+def test_global_hooks_are_those_registered_for_every_module() -> None:
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        return None
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(hook)
+    try:
+        assert hook in private.global_hooks()
+    finally:
+        handle.remove()
+    assert hook not in private.global_hooks()
