@@ -22,8 +22,8 @@ from pcgsvc.disk.reports import ABSENT
 from pcgsvc.errors import CacheError, ConfigError
 from pcgsvc.facts import program_facts
 from pcgsvc.keys import key_of
-from pcgsvc.pipeline import Request, request_of
 from pcgsvc.reads import NotCanonicalError
+from pcgsvc.request import Request, request_of
 from pcgsvc.store import Store
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from pcgsvc.cache_jobs import cache_job
 from pcgsvc.config import Config, Job, copy
 from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.generate import generate_ids
-from pcgsvc.pipeline import build_from_config, prepare_only, request_of
+from pcgsvc.pipeline import build_from_config, prepare_only
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import plan_report, write_report
 from pcgsvc.report.tables import console, show_place, show_report, show_text
+from pcgsvc.request import request_of
 from pcgsvc.runner import Runner
 from pcgsvc.samples import Samples
 from pcgsvc.verify import verify

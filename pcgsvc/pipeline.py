@@ -7,23 +7,18 @@ earlier module; this file only hands results on, counts, and times.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from pcgsvc import torch_private
-from pcgsvc.arguments import bundle_specs, input_specs, resampler, split_arguments
-from pcgsvc.artifacts import Artifacts, NoProgramError, Tally, file_digest, require_warm
-from pcgsvc.canonical import buffer_names, refuse_outputs, tensors_of
+from pcgsvc.artifacts import Artifacts, Tally
+from pcgsvc.canonical import tensors_of
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheMode, Compiler, Config, Graphs, Mode, Strategy, resolve, validate
-from pcgsvc.devices import device_of, dtype_of
+from pcgsvc.config import CacheMode, Compiler, Config, Graphs, Mode
 from pcgsvc.dispatch import (
     BatchDescriptor,
     DispatchTable,
@@ -31,97 +26,35 @@ from pcgsvc.dispatch import (
     resolve_mode,
     wanted_entries,
 )
-from pcgsvc.errors import CacheError, ConfigError, VerifyError
-from pcgsvc.facts import program_facts
+from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.graphs.capture import CaptureOptions, GraphTable, capture_entries
 from pcgsvc.graphs.cuda import CudaEngine
 from pcgsvc.graphs.recorded import RecordedEngine
-from pcgsvc.image import ProgramImage, image_of
-from pcgsvc.keys import key_of
-from pcgsvc.models.base import ModelBundle
-from pcgsvc.models.catalog import build_model, validate_model
+from pcgsvc.image import ProgramImage
 from pcgsvc.ops.attention import AttentionBackend
-from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.registry import find_spec
 from pcgsvc.ops.support import Support
-from pcgsvc.partition.breakable import (
-    PIECE,
-    Learned,
-    ModulePiece,
-    boundary_names,
-    learn,
-)
-from pcgsvc.partition.fx import check_aliases, partition_fx
-from pcgsvc.partition.inductor import partition_inductor
-from pcgsvc.partition.pieces import Kind, Partition, Piece
-from pcgsvc.partition.submodules import chosen, compile_submodules
-from pcgsvc.program import CompiledPiece, Program
+from pcgsvc.partition.pieces import Kind
+from pcgsvc.process import BUILD_LOCK
+from pcgsvc.program import Program
 from pcgsvc.progress import Progress, Silent
-from pcgsvc.reads import NotCanonicalError, files_of, reads_of
 from pcgsvc.report.report import build_report
-from pcgsvc.rows import python_of
+from pcgsvc.request import (
+    Request,
+    attention_of,
+    make_samples,
+    make_workspace,
+    request_for,
+    request_of,
+)
 from pcgsvc.runner import OutputPlan, Runner, RunnerParts
 from pcgsvc.samples import Samples
+from pcgsvc.stages import Stages, on_capture_stream
 from pcgsvc.store import Store
-from pcgsvc.trace import trace
-from pcgsvc.traced import Binding, InputSpec, TracedGraph
 from pcgsvc.verify import preserved, self_check
-from pcgsvc.workspace import Workspace, cache_geometry, usable_sizes
+from pcgsvc.workspace import Workspace, usable_sizes
 
 logger = logging.getLogger(__name__)
-
-
-class _BuildLock:
-    """Serialises builds and captures of this process, and hands capture streams on.
-
-    Dynamo and CUDA capture are process-wide. cuBLAS keeps a workspace for every stream that was
-    ever used, for good; a closed runner's stream is used again, so that building and closing
-    runners keeps memory flat. No two open runners share one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._idle: dict[torch.device, list[torch.cuda.Stream]] = {}
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exc: object) -> None:
-        self._lock.release()
-
-    def take_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return a capture stream for one runner; None on the CPU."""
-        if device.type != "cuda":
-            return None
-        with self._lock:
-            idle = self._idle.setdefault(device, [])
-            return idle.pop() if idle else torch.cuda.Stream(device)
-
-    def give_stream(self, stream: torch.cuda.Stream | None) -> None:
-        """Take a stream back whose runner is closed."""
-        if stream is not None:
-            with self._lock:
-                self._idle.setdefault(stream.device, []).append(stream)
-
-
-BUILD_LOCK = _BuildLock()
-
-
-@dataclass(kw_only=True)
-class Request:
-    """What is to be built."""
-
-    config: Config
-    """Resolved and validated."""
-    device: torch.device
-    bundle: ModelBundle
-    inputs: list[InputSpec]
-    constants: Mapping[str, Any]
-    """Arguments that are no tensors; frozen."""
-    weights_s: float = 0.0
-    """How long the model took to build, in seconds."""
-    import_s: float = 0.0
-    """How long it took to import what loads compiled pieces, in seconds."""
 
 
 @dataclass(kw_only=True)
@@ -177,41 +110,13 @@ def build_runner(
         CacheError: the disk cache is not safe to use, or `cache.require_warm=true` met a miss.
         VerifyError: a captured entry does not give what the module gives.
     """
-    tensors, constants = split_arguments(module, example_inputs)
-    specs = input_specs(tensors, dynamic_dims)
-    device = specs[0].example.device
-    given = resolve(config or Config(), device_type=device.type)
-    validate(given, device_type=device.type)
-    if isinstance(module, torch.nn.Module) and module.training:
-        raise ConfigError("module: it is in training mode; call module.eval() first.")
-    bundle = ModelBundle(
-        module=module, make_inputs=resampler(specs), dynamic_dims=dict(dynamic_dims)
-    )
-    request = Request(config=given, device=device, bundle=bundle, inputs=specs, constants=constants)
+    request = request_for(module, example_inputs, dynamic_dims, config or Config())
     return build(request, progress or Silent())
 
 
 def build_from_config(config: Config, progress: Progress | None = None) -> Runner:
     """Build the configured model and a runner for it; `config` is as composed or resolved."""
     return build(request_of(config), progress or Silent())
-
-
-def request_of(config: Config) -> Request:
-    """Resolve and validate a config and build its model."""
-    started = time.perf_counter()
-    device = device_of(config)
-    config = resolve(config, device_type=device.type)
-    validate(config, device_type=device.type)
-    validate_model(config)
-    bundle = build_model(config, device=device, dtype=dtype_of(config))
-    return Request(
-        config=config,
-        device=device,
-        bundle=bundle,
-        inputs=bundle_specs(bundle),
-        constants={},
-        weights_s=time.perf_counter() - started,
-    )
 
 
 def build(request: Request, progress: Progress) -> Runner:
@@ -221,10 +126,10 @@ def build(request: Request, progress: Progress) -> Runner:
     with _building(request) as folder:
         built = prepare(request, folder, progress)
         tensors = {**tensors_of(request.bundle.module), **built.captured}
-        workspace = built.workspace or _workspace(
+        workspace = built.workspace or make_workspace(
             request, built.image.spec.bindings, built.image.bind(tensors)
         )
-        samples = _samples(request, workspace)
+        samples = make_samples(request, workspace)
         with preserved({name: workspace.tensors[name] for name in built.image.mutated}):
             table = _capture(built, workspace, samples, progress)
             built.seconds["total"] = time.perf_counter() - started + request.weights_s
@@ -290,7 +195,7 @@ def prepare(
     seconds["import"], seconds["weights"] = request.import_s, request.weights_s
     with _open_store(config, used=compile_pieces) as store:
         artifacts = Artifacts(config, request.device, store, folder)
-        stages = _Stages(request, artifacts, store, seconds, progress)
+        stages = Stages(request, artifacts, store, seconds, progress)
         image, pieces = stages.run(compile_pieces=compile_pieces)
         cache = {
             "mode": config.cache.mode.value,
@@ -320,7 +225,7 @@ def prepare(
         artifacts.tally.loaded,
     )
     sizes, dropped = usable_sizes(config)
-    attention = _attention_of(request)
+    attention = attention_of(request)
     resolution, support = _resolve(config, image, attention)
     built = Built(
         request=request,
@@ -347,212 +252,10 @@ def prepare(
     return built
 
 
-class _Stages:
-    """Where a program comes from: the store, or the stages that make it."""
-
-    def __init__(
-        self,
-        request: Request,
-        artifacts: Artifacts,
-        store: Store,
-        seconds: dict[str, float],
-        progress: Progress,
-    ) -> None:
-        self._request, self._config = request, request.config
-        self._artifacts, self._store = artifacts, store
-        self._seconds, self._progress = seconds, progress
-        self.start = "cold"
-        self.key: str | None = None
-        self.misses: list[str] = []
-        self.warnings: list[str] = []
-        self.captured: dict[str, torch.Tensor] = {}
-        self.workspace: Workspace | None = None
-
-    def run(self, *, compile_pieces: bool) -> tuple[ProgramImage, dict[str, CompiledPiece] | None]:
-        """Return the program; its pieces are None when nothing was to be compiled."""
-        if self._config.partition.strategy is Strategy.BREAKABLE:
-            return self._learn()
-        if not compile_pieces:
-            return self.plan(), None
-        return self.load_or_make()
-
-    def _learn(self) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
-        """Run the forward as it is; there is nothing to trace and nothing to store."""
-        request, names = self._request, self._config.partition
-        module = request.bundle.module
-        boundaries = boundary_names(names.splitting_ops, names.extra_splitting_ops)
-        inputs = [Binding(kind="input", name=s.name, spec=None) for s in request.inputs]
-        workspace = _workspace(request, inputs, tensors_of(module))
-        buffers = {n: t for n, t in workspace.tensors.items() if n in buffer_names(module)}
-        largest = workspace.max_tokens
-        with (
-            _phase("split", self._seconds, self._progress),
-            _capture_stream(workspace),
-            preserved(buffers),
-        ):
-            learned = learn(
-                module,
-                workspace,
-                _samples(request, workspace),
-                request.constants,
-                boundaries,
-                (largest, max(1, largest - 1)),
-            )
-        self.workspace = workspace
-        self.warnings += learned.warnings
-        self.misses.append("partition.strategy=breakable: the forward is run anew at each start")
-        piece = ModulePiece(module, [s.name for s in request.inputs], request.constants, boundaries)
-        piece.kernels = learned.image.ops["kernel"]
-        if self._config.compiler.name is Compiler.INDUCTOR and isinstance(module, torch.nn.Module):
-            self._compile_submodules(module, piece, learned)
-        return learned.image, {PIECE: piece}
-
-    def _compile_submodules(
-        self, module: torch.nn.Module, piece: ModulePiece, learned: Learned
-    ) -> None:
-        """Compile the parts of an untraced model that hit no break."""
-        with _phase("import", self._seconds, self._progress):
-            torch_private.import_compilers(inductor=True)
-        names = chosen(module, learned.one, self._config.partition.compile_modules)
-        with _phase("compile", self._seconds, self._progress, total=len(names)):
-            self._artifacts.prepare_toolchain()
-            piece.forwards, warnings = compile_submodules(
-                module, names, learned.one, learned.other, self._compile
-            )
-        self.warnings += warnings
-
-    def load_or_make(self) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
-        """Return the program, loaded if the store has one that fits."""
-        facts = self._facts()
-        if facts is None:
-            if self._config.cache.require_warm:
-                raise CacheError(f"cache.require_warm=true, and {self.misses[-1]}")
-            return self._make(None)
-        self.key = key_of(facts)
-        found = self._load(facts)
-        if found is not None:
-            return found
-        if self._config.cache.require_warm:
-            raise require_warm(self._store, facts, self.misses[-1])
-        with self._artifacts.lock(facts) as held:
-            # Whoever held the lock before may have stored it meanwhile.
-            found = self._load(facts) if held and self._store.writable else None
-            return found or self._make(facts)
-
-    def plan(self) -> ProgramImage:
-        """Trace and split only."""
-        traced, plan = self._trace_and_split()
-        return image_of(traced, plan, plan, reads=[], files={})
-
-    def _facts(self) -> dict[str, Any] | None:
-        request = self._request
-        try:
-            return program_facts(
-                self._config,
-                request.bundle.module,
-                request.inputs,
-                request.constants,
-                request.device,
-            )
-        except NotCanonicalError as error:
-            self._uncacheable([f"constant arguments: {error}"])
-            return None
-
-    def _load(
-        self, facts: Mapping[str, Any]
-    ) -> tuple[ProgramImage, dict[str, CompiledPiece]] | None:
-        with _phase("load", self._seconds, self._progress):
-            try:
-                found = self._artifacts.load(
-                    facts, self._request.bundle.module, self._request.constants
-                )
-            except NoProgramError as error:
-                if str(error) not in self.misses:
-                    self.misses.append(str(error))
-                    logger.info("cache: no stored program fits: %s", str(error))
-                return None
-        self.start = "warm"
-        return found
-
-    def _make(
-        self, facts: Mapping[str, Any] | None
-    ) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
-        traced, plan = self._trace_and_split()
-        whole = self._config.partition.strategy is Strategy.INDUCTOR
-        partition = partition_inductor(traced, plan) if whole else plan
-        module, constants = self._request.bundle.module, self._request.constants
-        reads, problems = reads_of(traced.guards, module, constants)
-        self.captured = {
-            b.name: traced.tensors[b.name] for b in traced.bindings if b.kind == "constant"
-        }
-        problems += [
-            f"captured tensor {b.name}: it is no parameter or buffer, so a new process cannot "
-            "find it"
-            for b in traced.bindings
-            if b.kind == "constant"
-        ]
-        files = {f: d for f in files_of(traced.guards, module) if (d := file_digest(f))}
-        image = image_of(traced, partition, plan, reads=reads, files=files)
-        unique, sized = partition.unique(), self._artifacts.sized(image)
-        with _phase("compile", self._seconds, self._progress, total=len(unique) + len(sized)):
-            self._artifacts.prepare_toolchain()
-            pieces = {key: self._compile(piece) for key, piece in unique.items()}
-            for size, key in sized:
-                special = self._artifacts.specialized.setdefault(size, {})
-                special[key] = self._compile(unique[key], size)
-        if problems:
-            self._uncacheable(problems)
-        elif facts is not None and not self._artifacts.tally.unsaved:
-            self._artifacts.save(facts, image)
-        return image, pieces
-
-    def _trace_and_split(self) -> tuple[TracedGraph, Partition]:
-        request, config = self._request, self._config
-        inductor = config.compiler.name is Compiler.INDUCTOR
-        with _phase("import", self._seconds, self._progress):
-            torch_private.import_compilers(inductor=inductor)
-        with _phase("trace", self._seconds, self._progress):
-            traced = trace(request.bundle.module, request.inputs, request.constants)
-        refuse_outputs(traced)
-        with _phase("split", self._seconds, self._progress):
-            names = config.partition
-            partition = partition_fx(traced, names.splitting_ops, names.extra_splitting_ops)
-            if inductor and config.partition.strategy is Strategy.FX:
-                check_aliases(partition)
-        for note in partition.warnings:
-            logger.info("%s", note)
-        return traced, partition
-
-    def _compile(self, piece: Piece, size: int | None = None) -> CompiledPiece:
-        folder = self._config.debug.dump_dir
-        dump_path = None
-        if folder is not None and piece.document is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / f"{piece.name}.fx.py").write_text(python_of(piece.document, "piece"))
-            suffix = "" if size is None else f".size_{size}"
-            dump_path = Path(folder) / f"{piece.name}{suffix}.inductor.py"
-        compiled = self._artifacts.piece(piece, dump_path, size)
-        logger.debug("%s (%s): %d ops", piece.name, str(piece.hash)[:12], len(piece.nodes))
-        self._progress.advance()
-        return compiled
-
-    def _uncacheable(self, problems: list[str]) -> None:
-        words = "the program cannot be stored: " + "; ".join(problems)
-        self.misses.append(words)
-        if self._config.cache.mode is not CacheMode.OFF:
-            self.warnings.append(words)
-
-
 def _open_store(config: Config, *, used: bool) -> Store:
     if not used or config.cache.mode is CacheMode.OFF:
         return Store(None)
     return Store.open(config.cache.dir, mode=config.cache.mode, max_bytes=config.cache.max_bytes)
-
-
-def _attention_of(request: Request) -> type[AttentionBackend] | None:
-    if request.bundle.attention is None:
-        return None
-    return find_backend(request.config.attention.name)
 
 
 def _resolve(
@@ -629,7 +332,7 @@ def _capture(
         profile_ranges=config.debug.profile_ranges,
     )
     progress.start("capture", len(wanted))
-    with _capture_stream(workspace):
+    with on_capture_stream(workspace):
         table = capture_entries(
             program,
             workspace,
@@ -665,49 +368,6 @@ def _self_check(runner: Runner, samples: Samples) -> None:
         raise
 
 
-# ---- parts ---------------------------------------------------------------------------------------
-
-
-def _workspace(
-    request: Request, bindings: Sequence[Binding], tensors: Mapping[str, torch.Tensor]
-) -> Workspace:
-    """Allocate the static memory of a runner."""
-    config, spec = request.config, request.bundle.attention
-    sizes, _ = usable_sizes(config)
-    max_tokens = max(sizes)
-    max_reqs = config.attention.max_num_reqs or max_tokens
-    geometry, attention, backend = None, None, _attention_of(request)
-    if spec is not None and backend is not None:
-        geometry = cache_geometry(config, spec, max_tokens=max_tokens, max_reqs=max_reqs)
-        attention = backend(
-            spec,
-            num_blocks=geometry.num_blocks,
-            block_size=geometry.block_size,
-            device=request.device,
-            dtype=dtype_of(config),
-        )
-    return Workspace(
-        inputs=request.inputs,
-        bindings=bindings,
-        tensors=tensors,
-        max_tokens=max_tokens,
-        max_reqs=max_reqs,
-        attention=attention,
-        geometry=geometry,
-        device=request.device,
-        stream=BUILD_LOCK.take_stream(request.device),
-    )
-
-
-def _samples(request: Request, workspace: Workspace) -> Samples:
-    return Samples(
-        workspace,
-        request.bundle.make_inputs,
-        seed=request.config.seed,
-        query_len=request.config.capture.uniform_query_len,
-    )
-
-
 def _parts(built: Built, workspace: Workspace, table: GraphTable) -> RunnerParts:
     request, image, program = built.request, built.image, built.program
     assert program is not None
@@ -739,28 +399,3 @@ def _parts(built: Built, workspace: Workspace, table: GraphTable) -> RunnerParts
         is_language_model=request.bundle.is_language_model,
         mutated=list(image.mutated),
     )
-
-
-@contextmanager
-def _phase(
-    name: str, seconds: dict[str, float], progress: Progress, total: int = 1
-) -> Iterator[None]:
-    progress.start(name, total)
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[name] += time.perf_counter() - started
-        progress.stop()
-    logger.info("%s: %.3f s", name, seconds[name])
-
-
-@contextmanager
-def _capture_stream(workspace: Workspace) -> Iterator[None]:
-    if workspace.stream is None:
-        yield
-        return
-    workspace.stream.wait_stream(torch.cuda.current_stream(workspace.device))
-    with torch.cuda.stream(workspace.stream):
-        yield
-    torch.cuda.current_stream(workspace.device).wait_stream(workspace.stream)

@@ -10,8 +10,9 @@ import torch
 
 import pcgsvc
 from pcgsvc.ops.attention_quant import quantize
-from pcgsvc.pipeline import build, request_of
+from pcgsvc.pipeline import build
 from pcgsvc.progress import Silent
+from pcgsvc.request import request_of
 from pcgsvc.samples import Samples
 from pcgsvc.verify import verify
 

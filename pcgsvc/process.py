@@ -1,0 +1,46 @@
+"""The one piece of process-wide state: the lock that serialises builds and captures.
+
+In: nothing. Out: `BUILD_LOCK`. Knows nothing of what is built.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+
+class _BuildLock:
+    """Serialises builds and captures of this process, and hands capture streams on.
+
+    Dynamo and CUDA capture are process-wide. cuBLAS keeps a workspace for every stream that was
+    ever used, for good; a closed runner's stream is used again, so that building and closing
+    runners keeps memory flat. No two open runners share one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._idle: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+    def take_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return a capture stream for one runner; None on the CPU."""
+        if device.type != "cuda":
+            return None
+        with self._lock:
+            idle = self._idle.setdefault(device, [])
+            return idle.pop() if idle else torch.cuda.Stream(device)
+
+    def give_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """Take a stream back whose runner is closed."""
+        if stream is not None:
+            with self._lock:
+                self._idle.setdefault(stream.device, []).append(stream)
+
+
+BUILD_LOCK = _BuildLock()

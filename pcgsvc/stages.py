@@ -1,0 +1,271 @@
+"""Where a program comes from: the store, or the stages that make it.
+
+In: a request and the stored programs. Out: a program image and its compiled pieces. Traces, splits
+and compiles; knows nothing of capture.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.artifacts import Artifacts, NoProgramError, file_digest, require_warm
+from pcgsvc.canonical import buffer_names, refuse_outputs, tensors_of
+from pcgsvc.config import CacheMode, Compiler, Strategy
+from pcgsvc.errors import CacheError
+from pcgsvc.facts import program_facts
+from pcgsvc.image import ProgramImage, image_of
+from pcgsvc.keys import key_of
+from pcgsvc.partition.breakable import (
+    PIECE,
+    Learned,
+    ModulePiece,
+    boundary_names,
+    learn,
+)
+from pcgsvc.partition.fx import check_aliases, partition_fx
+from pcgsvc.partition.inductor import partition_inductor
+from pcgsvc.partition.pieces import Partition, Piece
+from pcgsvc.partition.submodules import chosen, compile_submodules
+from pcgsvc.program import CompiledPiece
+from pcgsvc.progress import Progress
+from pcgsvc.reads import NotCanonicalError, files_of, reads_of
+from pcgsvc.request import Request, make_samples, make_workspace
+from pcgsvc.rows import python_of
+from pcgsvc.store import Store
+from pcgsvc.trace import trace
+from pcgsvc.traced import Binding, TracedGraph
+from pcgsvc.verify import preserved
+from pcgsvc.workspace import Workspace
+
+logger = logging.getLogger(__name__)
+
+
+class Stages:
+    """Where a program comes from: the store, or the stages that make it."""
+
+    def __init__(
+        self,
+        request: Request,
+        artifacts: Artifacts,
+        store: Store,
+        seconds: dict[str, float],
+        progress: Progress,
+    ) -> None:
+        self._request, self._config = request, request.config
+        self._artifacts, self._store = artifacts, store
+        self._seconds, self._progress = seconds, progress
+        self.start = "cold"
+        self.key: str | None = None
+        self.misses: list[str] = []
+        self.warnings: list[str] = []
+        self.captured: dict[str, torch.Tensor] = {}
+        self.workspace: Workspace | None = None
+
+    def run(self, *, compile_pieces: bool) -> tuple[ProgramImage, dict[str, CompiledPiece] | None]:
+        """Return the program; its pieces are None when nothing was to be compiled."""
+        if self._config.partition.strategy is Strategy.BREAKABLE:
+            return self._learn()
+        if not compile_pieces:
+            return self.plan(), None
+        return self.load_or_make()
+
+    def _learn(self) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
+        """Run the forward as it is; there is nothing to trace and nothing to store."""
+        request, names = self._request, self._config.partition
+        module = request.bundle.module
+        boundaries = boundary_names(names.splitting_ops, names.extra_splitting_ops)
+        inputs = [Binding(kind="input", name=s.name, spec=None) for s in request.inputs]
+        workspace = make_workspace(request, inputs, tensors_of(module))
+        buffers = {n: t for n, t in workspace.tensors.items() if n in buffer_names(module)}
+        largest = workspace.max_tokens
+        with (
+            phase("split", self._seconds, self._progress),
+            on_capture_stream(workspace),
+            preserved(buffers),
+        ):
+            learned = learn(
+                module,
+                workspace,
+                make_samples(request, workspace),
+                request.constants,
+                boundaries,
+                (largest, max(1, largest - 1)),
+            )
+        self.workspace = workspace
+        self.warnings += learned.warnings
+        self.misses.append("partition.strategy=breakable: the forward is run anew at each start")
+        piece = ModulePiece(module, [s.name for s in request.inputs], request.constants, boundaries)
+        piece.kernels = learned.image.ops["kernel"]
+        if self._config.compiler.name is Compiler.INDUCTOR and isinstance(module, torch.nn.Module):
+            self._compile_submodules(module, piece, learned)
+        return learned.image, {PIECE: piece}
+
+    def _compile_submodules(
+        self, module: torch.nn.Module, piece: ModulePiece, learned: Learned
+    ) -> None:
+        """Compile the parts of an untraced model that hit no break."""
+        with phase("import", self._seconds, self._progress):
+            torch_private.import_compilers(inductor=True)
+        names = chosen(module, learned.one, self._config.partition.compile_modules)
+        with phase("compile", self._seconds, self._progress, total=len(names)):
+            self._artifacts.prepare_toolchain()
+            piece.forwards, warnings = compile_submodules(
+                module, names, learned.one, learned.other, self._compile
+            )
+        self.warnings += warnings
+
+    def load_or_make(self) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
+        """Return the program, loaded if the store has one that fits."""
+        facts = self._facts()
+        if facts is None:
+            if self._config.cache.require_warm:
+                raise CacheError(f"cache.require_warm=true, and {self.misses[-1]}")
+            return self._make(None)
+        self.key = key_of(facts)
+        found = self._load(facts)
+        if found is not None:
+            return found
+        if self._config.cache.require_warm:
+            raise require_warm(self._store, facts, self.misses[-1])
+        with self._artifacts.lock(facts) as held:
+            # Whoever held the lock before may have stored it meanwhile.
+            found = self._load(facts) if held and self._store.writable else None
+            return found or self._make(facts)
+
+    def plan(self) -> ProgramImage:
+        """Trace and split only."""
+        traced, plan = self._trace_and_split()
+        return image_of(traced, plan, plan, reads=[], files={})
+
+    def _facts(self) -> dict[str, Any] | None:
+        request = self._request
+        try:
+            return program_facts(
+                self._config,
+                request.bundle.module,
+                request.inputs,
+                request.constants,
+                request.device,
+            )
+        except NotCanonicalError as error:
+            self._uncacheable([f"constant arguments: {error}"])
+            return None
+
+    def _load(
+        self, facts: Mapping[str, Any]
+    ) -> tuple[ProgramImage, dict[str, CompiledPiece]] | None:
+        with phase("load", self._seconds, self._progress):
+            try:
+                found = self._artifacts.load(
+                    facts, self._request.bundle.module, self._request.constants
+                )
+            except NoProgramError as error:
+                if str(error) not in self.misses:
+                    self.misses.append(str(error))
+                    logger.info("cache: no stored program fits: %s", str(error))
+                return None
+        self.start = "warm"
+        return found
+
+    def _make(
+        self, facts: Mapping[str, Any] | None
+    ) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
+        traced, plan = self._trace_and_split()
+        whole = self._config.partition.strategy is Strategy.INDUCTOR
+        partition = partition_inductor(traced, plan) if whole else plan
+        module, constants = self._request.bundle.module, self._request.constants
+        reads, problems = reads_of(traced.guards, module, constants)
+        self.captured = {
+            b.name: traced.tensors[b.name] for b in traced.bindings if b.kind == "constant"
+        }
+        problems += [
+            f"captured tensor {b.name}: it is no parameter or buffer, so a new process cannot "
+            "find it"
+            for b in traced.bindings
+            if b.kind == "constant"
+        ]
+        files = {f: d for f in files_of(traced.guards, module) if (d := file_digest(f))}
+        image = image_of(traced, partition, plan, reads=reads, files=files)
+        unique, sized = partition.unique(), self._artifacts.sized(image)
+        with phase("compile", self._seconds, self._progress, total=len(unique) + len(sized)):
+            self._artifacts.prepare_toolchain()
+            pieces = {key: self._compile(piece) for key, piece in unique.items()}
+            for size, key in sized:
+                special = self._artifacts.specialized.setdefault(size, {})
+                special[key] = self._compile(unique[key], size)
+        if problems:
+            self._uncacheable(problems)
+        elif facts is not None and not self._artifacts.tally.unsaved:
+            self._artifacts.save(facts, image)
+        return image, pieces
+
+    def _trace_and_split(self) -> tuple[TracedGraph, Partition]:
+        request, config = self._request, self._config
+        inductor = config.compiler.name is Compiler.INDUCTOR
+        with phase("import", self._seconds, self._progress):
+            torch_private.import_compilers(inductor=inductor)
+        with phase("trace", self._seconds, self._progress):
+            traced = trace(request.bundle.module, request.inputs, request.constants)
+        refuse_outputs(traced)
+        with phase("split", self._seconds, self._progress):
+            names = config.partition
+            partition = partition_fx(traced, names.splitting_ops, names.extra_splitting_ops)
+            if inductor and config.partition.strategy is Strategy.FX:
+                check_aliases(partition)
+        for note in partition.warnings:
+            logger.info("%s", note)
+        return traced, partition
+
+    def _compile(self, piece: Piece, size: int | None = None) -> CompiledPiece:
+        folder = self._config.debug.dump_dir
+        dump_path = None
+        if folder is not None and piece.document is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / f"{piece.name}.fx.py").write_text(python_of(piece.document, "piece"))
+            suffix = "" if size is None else f".size_{size}"
+            dump_path = Path(folder) / f"{piece.name}{suffix}.inductor.py"
+        compiled = self._artifacts.piece(piece, dump_path, size)
+        logger.debug("%s (%s): %d ops", piece.name, str(piece.hash)[:12], len(piece.nodes))
+        self._progress.advance()
+        return compiled
+
+    def _uncacheable(self, problems: list[str]) -> None:
+        words = "the program cannot be stored: " + "; ".join(problems)
+        self.misses.append(words)
+        if self._config.cache.mode is not CacheMode.OFF:
+            self.warnings.append(words)
+
+
+@contextmanager
+def phase(
+    name: str, seconds: dict[str, float], progress: Progress, total: int = 1
+) -> Iterator[None]:
+    """Time a phase, report it, and log one line."""
+    progress.start(name, total)
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] += time.perf_counter() - started
+        progress.stop()
+    logger.info("%s: %.3f s", name, seconds[name])
+
+
+@contextmanager
+def on_capture_stream(workspace: Workspace) -> Iterator[None]:
+    """Run a block on the runner's stream, ordered with the current one."""
+    if workspace.stream is None:
+        yield
+        return
+    workspace.stream.wait_stream(torch.cuda.current_stream(workspace.device))
+    with torch.cuda.stream(workspace.stream):
+        yield
+    torch.cuda.current_stream(workspace.device).wait_stream(workspace.stream)
