@@ -55,6 +55,8 @@ class CheckedBatch:
     block_tables: Ints | None
     slot_mapping: Ints | None
     extras: Mapping[str, Any]
+    images: dict[int, npt.NDArray[np.int32]] | None = None
+    """For a batch that is used again: the buffers' content by padded size; None: not kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +276,8 @@ class StepBuffers:
             ]
             self._events = [torch.cuda.Event() for _ in range(self.RING)]
         hosts = self._pinned or [self._device]
-        self._host = [self._split(h.numpy(), sizes) for h in hosts]
+        self._flat = [h.numpy() for h in hosts]
+        self._host = [self._split(flat, sizes) for flat in self._flat]
 
     def _split(self, flat: npt.NDArray[np.int32], sizes: Sequence[int]) -> list[Any]:
         edges = np.cumsum(sizes)
@@ -287,6 +290,21 @@ class StepBuffers:
         turn = self._turn
         if self._events:
             self._events[turn].synchronize()
+        image = None if batch.images is None else batch.images.get(padded_tokens)
+        if image is None:
+            used = self._write(turn, batch, padded_tokens)
+            if batch.images is not None:
+                batch.images[padded_tokens] = self._flat[turn][:used].copy()
+        else:
+            used = len(image)
+            self._flat[turn][:used] = image
+        if self._pinned:
+            self._device[:used].copy_(self._pinned[turn][:used], non_blocking=True)
+            self._events[turn].record()
+            self._turn = (turn + 1) % self.RING
+
+    def _write(self, turn: int, batch: CheckedBatch, padded_tokens: int) -> int:
+        """Write one step's metadata to a host buffer; return how much of it counts."""
         num, slots, owner, kv_lens, starts, seqs, tables = self._host[turn]
         true, reqs = batch.num_tokens, len(batch.query_lens)
         num[0] = true
@@ -306,10 +324,7 @@ class StepBuffers:
             width = min(batch.block_tables.shape[1], self._width)
             tables[:reqs, :width] = batch.block_tables[:, :width]
             used += reqs * self._width
-        if self._pinned:
-            self._device[:used].copy_(self._pinned[turn][:used], non_blocking=True)
-            self._events[turn].record()
-            self._turn = (turn + 1) % self.RING
+        return used
 
     def context(
         self,

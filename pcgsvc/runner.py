@@ -233,6 +233,7 @@ class Runner:
         if checked is None:
             checked = check_batch(None, num_tokens, parts.workspace.geometry)
             if num_tokens <= parts.workspace.max_tokens:
+                checked.images = {}
                 self._plain_batches[num_tokens] = checked
         return checked
 

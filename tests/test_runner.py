@@ -569,3 +569,14 @@ def test_profiler_ranges_carry_the_pieces_names() -> None:
             runner(rows(4))
         names = {event.key for event in profile.key_averages()}
     assert {"piece_00", "piece_02", "toy::attend"} <= names
+
+
+def test_a_call_without_a_batch_means_the_same_after_other_batches() -> None:
+    overrides = ["model=llama", "capture.sizes=[4,8]", "cache.mode=off", "bench.enabled=false"]
+    with pcgsvc.load_runner(overrides) as runner:
+        ids, positions = torch.arange(5), torch.arange(5)
+        first = runner(ids, positions)
+        pair = pcgsvc.Batch(query_lens=[2, 3])
+        runner(ids + 7, torch.tensor([0, 1, 0, 1, 2]), batch=pair)
+        runner(ids[:3], positions[:3])
+        assert torch.equal(runner(ids, positions), first)
