@@ -45,6 +45,15 @@ class OutputPlan:
     specs: list[TensorSpec]
     """Per graph result."""
 
+    def cut(self, results: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        """Return the true rows of graph results, as views."""
+        cut: list[torch.Tensor] = []
+        for result, spec in zip(results, self.specs, strict=True):
+            for dim in spec.row_dims():
+                result = result.narrow(dim, 0, rows)
+            cut.append(result)
+        return cut
+
     def build(self, results: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:
         """Return the forward's result with its own structure."""
         if self.tree.is_leaf() and self.leaves == [("graph", 0)]:
@@ -327,7 +336,7 @@ class Runner:
         self._hits[f"{mode.value}:{size}"] += 1
         self._rows += rows
         self._padded += size - rows
-        return _cut(entry.outputs, parts.outputs.specs, rows, size)
+        return parts.outputs.cut(entry.outputs, rows) if rows < size else list(entry.outputs)
 
     def _run_uncaptured(
         self, parts: RunnerParts, inputs: dict[str, torch.Tensor], batch: CheckedBatch
@@ -473,20 +482,6 @@ def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: 
             f"{spec.name}: got {rows} rows{before}; all inputs need the same number, at least 1."
         )
     return rows
-
-
-def _cut(
-    outputs: Sequence[torch.Tensor], specs: Sequence[TensorSpec], rows: int, size: int
-) -> list[torch.Tensor]:
-    """Return the true rows of graph results, as views."""
-    if rows == size:
-        return list(outputs)
-    cut: list[torch.Tensor] = []
-    for output, spec in zip(outputs, specs, strict=True):
-        for dim in spec.row_dims():
-            output = output.narrow(dim, 0, rows)
-        cut.append(output)
-    return cut
 
 
 def _poison(parts: RunnerParts, entry: Entry) -> None:

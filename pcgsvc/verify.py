@@ -83,8 +83,9 @@ def _verify_entry(
     dtype = next((t.dtype for t in got if t.is_floating_point()), torch.float32)
     tolerance_true = TOLERANCE.get(dtype, 0.0)
     tolerance = 0.0 if exact else tolerance_true
-    error = max(error_of(_true(parts, got, true), _true(parts, same, true)), state_error)
-    error_true = error_of(_true(parts, got, true), pure)
+    got_true = parts.outputs.cut(got, true)
+    error = max(error_of(got_true, parts.outputs.cut(same, true)), state_error)
+    error_true = error_of(got_true, pure)
     return {
         "mode": mode.value,
         "size": size,
@@ -146,15 +147,6 @@ def preserved(state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     finally:
         for name, tensor in state.items():
             tensor.copy_(saved[name])
-
-
-def _true(parts: RunnerParts, outputs: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-    cut = []
-    for output, spec in zip(outputs, parts.outputs.specs, strict=True):
-        for dim in spec.row_dims():
-            output = output.narrow(dim, 0, rows)
-        cut.append(output)
-    return cut
 
 
 def error_of(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
