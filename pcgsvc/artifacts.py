@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.compilers import blob
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.compilers.folder import CompilerFolder
@@ -42,7 +43,7 @@ from pcgsvc.image import (
 )
 from pcgsvc.keys import key_of
 from pcgsvc.partition.pieces import Piece
-from pcgsvc.program import CompiledPiece, boundaries_of
+from pcgsvc.program import Boundaries, CompiledPiece, boundaries_of
 from pcgsvc.reads import first_difference, path_of
 from pcgsvc.rows import Document
 from pcgsvc.store import Store
@@ -80,7 +81,7 @@ class Artifacts:
         self, config: Config, device: torch.device, store: Store, folder: CompilerFolder
     ) -> None:
         self._config, self._device = config, device
-        self._store, self._folder = store, folder
+        self._store, self.folder = store, folder
         self.tally = Tally()
         # Once, before anything is imported or compiled: compilers change some settings themselves.
         self._environment = environment_facts(config, device)
@@ -89,6 +90,12 @@ class Artifacts:
         self._toolchain: set[str] = set()
         self._there: set[str] = set()
         """Keys of toolchain entries that were seen in the store."""
+        self._beside: set[str] = set()
+        """Keys of what the stored program has beside its pieces; see `finish`."""
+        self._files: set[str] = set()
+        """The compilers' files that are stored, or came from the store."""
+        self._kernel_files: set[str] = set()
+        """Those of them that boundaries made."""
         self._said_nearest = False
 
     @property
@@ -108,8 +115,10 @@ class Artifacts:
         found = self._store.get_program(key_of(facts))
         if found.value is None:
             raise NoProgramError(f"{found.miss}{self._nearest(facts)}")
+        manifest = _read_manifest(found.value)
+        self._beside = set(manifest.beside)
         reasons = []
-        for data in _variants(found.value):
+        for data in manifest.variants:
             try:
                 image = from_json(data)
                 self._still_holds(image, module, constants)
@@ -118,6 +127,8 @@ class Artifacts:
                 reasons.append(str(error))
                 continue
             self.tally.loaded += len(pieces) + sum(map(len, self.specialized.values()))
+            self._unpack_kernels(facts)
+            self._files = blob.snapshot(self.folder.path)
             return image, pieces
         raise NoProgramError("; ".join(dict.fromkeys(reasons)) or "no program in the entry")
 
@@ -138,24 +149,92 @@ class Artifacts:
         if image.out_tree is None:
             self._unsaved("the result", "a class in it is not registered with a name in pytree")
             return False
+        if not self._files:
+            self._files = blob.snapshot(self.folder.path)
         key, data = key_of(facts), to_json(image)
+        known = self._known(key)
         variants, pieces = [data.decode()], set(self._piece_keys(image))
         if self._inductor:  # goes where the program goes, or a fresh machine would compile it
             pieces |= {key_of(self._toolchain_facts())} & self._there
-        for other, needed in self._others(key, image):
+        for other, needed in self._others(known, image):
             if len(variants) < MAX_VARIANTS and all(map(self._has, needed - pieces)):
                 variants.append(other.decode())
                 pieces |= needed
-        manifest = json.dumps({"variants": variants}).encode()
-        return self._store.put_program(key, manifest, pieces=sorted(pieces), facts=facts)
+        beside = sorted({*filter(self._has, known.beside), *self._beside})
+        manifest = json.dumps({"variants": variants, "beside": beside}).encode()
+        needed = {*pieces, *beside}
+        return self._store.put_program(key, manifest, pieces=sorted(needed), facts=facts)
 
-    def _others(self, key: str, image: ProgramImage) -> Iterator[tuple[bytes, set[str]]]:
-        """Yield the variants of an entry that an image does not replace, and their pieces."""
-        try:
-            known = self._store.read(Kind.PROGRAM, key).payload
-        except MissError:
+    def finish(
+        self,
+        facts: Mapping[str, Any],
+        image: ProgramImage,
+        pieces: Mapping[str, CompiledPiece],
+    ) -> None:
+        """Store what only running the program tells, after it has run; nothing if all is there.
+
+        That is: the form of Inductor's pieces that loads without Inductor, whose kernels are chosen
+        when they first run; and the kernels that boundaries have compiled for themselves.
+        """
+        before = set(self._beside)
+        if self._inductor and self._device.type == "cuda":
+            for size, group in [(None, pieces), *self.specialized.items()]:
+                for name, piece in group.items():
+                    self._finish_piece(image, name, piece, size)
+        self._finish_kernels(facts)
+        if self._beside != before:
+            self.save(facts, image)
+
+    def _finish_piece(
+        self, image: ProgramImage, name: str, piece: CompiledPiece, size: int | None
+    ) -> None:
+        from pcgsvc.compilers.inductor import InductorPiece
+
+        if not isinstance(piece, InductorPiece) or piece.is_direct:
             return
-        for data in _variants(known):
+        piece_facts = self._piece_facts(name, image.documents[name], image.schemas, size)
+        facts = {**piece_facts, "form": "direct"}
+        try:
+            form, files = piece.to_direct(self.folder.path)
+        except torch_private.NotDirectError as error:
+            logger.info("piece %s will be loaded by Inductor: %s", name[:12], error)
+            return
+        if self._store.put_piece(
+            key_of(facts), blob.pack(form, self.folder.path, files), facts=facts
+        ):
+            self._beside.add(key_of(facts))
+
+    def _finish_kernels(self, facts: Mapping[str, Any]) -> None:
+        made = {f for f in blob.snapshot(self.folder.path) - self._files if f.startswith("triton/")}
+        if not made:
+            return
+        kernel_facts = {**facts, "kind": "kernels"}
+        data = blob.pack(b"kernels", self.folder.path, made | self._kernel_files)
+        if self._store.put_piece(key_of(kernel_facts), data, facts=kernel_facts):
+            self._beside.add(key_of(kernel_facts))
+
+    def _unpack_kernels(self, facts: Mapping[str, Any]) -> None:
+        """Write the kernels that boundaries compiled for themselves where Triton looks for them."""
+        key = key_of({**facts, "kind": "kernels"})
+        found = self._store.get_piece(key) if key in self._beside else None
+        if found is None or found.value is None:
+            return
+        before = blob.snapshot(self.folder.path)
+        try:
+            blob.unpack(found.value, self.folder.path)
+        except CompileError as error:
+            logger.warning("cache: kernels of the boundaries: %s", error)
+        self._kernel_files = blob.snapshot(self.folder.path) - before
+
+    def _known(self, key: str) -> _Manifest:
+        try:
+            return _read_manifest(self._store.read(Kind.PROGRAM, key).payload)
+        except MissError:
+            return _Manifest()
+
+    def _others(self, known: _Manifest, image: ProgramImage) -> Iterator[tuple[bytes, set[str]]]:
+        """Yield the variants of an entry that an image does not replace, and their pieces."""
+        for data in known.variants:
             try:
                 other = from_json(data)
             except CompileError:  # of another version of ours
@@ -163,9 +242,13 @@ class Artifacts:
             if (other.reads, other.files) != (image.reads, image.files):
                 yield data, set(self._piece_keys(other))
 
-    def _has(self, key: str) -> bool:
+    def has_program(self, facts: Mapping[str, Any]) -> bool:
+        """Whether there is an entry under these facts; not counted as a look-up."""
+        return self._has(key_of(facts), Kind.PROGRAM)
+
+    def _has(self, key: str, kind: Kind = Kind.PIECE) -> bool:
         try:
-            self._store.read(Kind.PIECE, key)
+            self._store.read(kind, key)
         except MissError:
             return False
         return True
@@ -244,17 +327,44 @@ class Artifacts:
         return specialized(image.documents, image.predicate, sizes)
 
     def _load_pieces(self, image: ProgramImage) -> dict[str, CompiledPiece]:
-        self._unpack_toolchain()
         self.specialized = {}
         pieces: dict[str, CompiledPiece] = {}
         for size, name in [*((None, h) for h in image.documents), *self.sized(image)]:
             document = image.documents[name]
-            found = self._store.get_piece(key_of(self._piece_facts(name, document, size=size)))
+            facts = self._piece_facts(name, document, size=size)
+            group = pieces if size is None else self.specialized.setdefault(size, {})
+            direct = key_of({**facts, "form": "direct"})
+            loaded = self._load_direct(direct, document, size) if direct in self._beside else None
+            if loaded is not None:
+                group[name] = loaded
+                continue
+            self._unpack_toolchain()
+            found = self._store.get_piece(key_of(facts))
             if found.value is None:
                 raise NoProgramError(f"piece {name[:12]}: {found.miss}")
-            group = pieces if size is None else self.specialized.setdefault(size, {})
             group[name] = self._load_piece(name, found.value, document, size)
         return pieces
+
+    def _load_direct(self, key: str, document: Document, size: int | None) -> CompiledPiece | None:
+        """Load the form that does without Inductor; None if that fails."""
+        from pcgsvc.compilers.inductor import InductorPiece
+
+        found = self._store.get_piece(key)
+        if found.value is None:
+            return None
+        try:
+            form = blob.unpack(found.value, self.folder.path)
+            return InductorPiece.from_direct(
+                form, self.folder.path, self._device.index or 0, *_signature(document, size)
+            )
+        except Exception as error:  # noqa: BLE001 - the driver may refuse a binary
+            logger.warning(
+                "piece %s: its direct form cannot be loaded (%s: %s); Inductor loads it",
+                key[:12],
+                type(error).__name__,
+                error,
+            )
+            return None
 
     def _load_piece(
         self, name: str, data: bytes, document: Document, size: int | None = None
@@ -264,14 +374,10 @@ class Artifacts:
             return EagerPiece.from_bytes(data, name)
         from pcgsvc.compilers.inductor import InductorPiece
 
-        artifact = blob.unpack(data, self._folder.path)
+        artifact = blob.unpack(data, self.folder.path)
+        self.folder.ready_inductor()
         try:
-            return InductorPiece.from_bytes(
-                artifact,
-                len(document["outputs"]),
-                boundaries_of(document),
-                () if size is None else baked_inputs(document),
-            )
+            return InductorPiece.from_bytes(artifact, *_signature(document, size))
         except Exception as error:  # torch's loader raises whatever its pickle does
             raise NoProgramError(
                 f"piece {name[:12]}: torch cannot load it ({type(error).__name__}: {error})"
@@ -336,8 +442,8 @@ class Artifacts:
             raise _UnsavedError(compiled, error) from error
         # All kernels of this build so far: one that an earlier piece has made as well is not made
         # again, and this piece must be able to do without that one.
-        files = blob.snapshot(self._folder.path) - self._toolchain
-        return compiled, blob.pack(artifact, self._folder.path, files)
+        files = blob.snapshot(self.folder.path) - self._toolchain
+        return compiled, blob.pack(artifact, self.folder.path, files)
 
     # -- what the compiler asks of the machine --
 
@@ -352,36 +458,44 @@ class Artifacts:
             return
         if not self._unpack_toolchain():
             self._make_toolchain()
-        self._toolchain = blob.snapshot(self._folder.path)
+        self._toolchain = blob.snapshot(self.folder.path)
 
     def _make_toolchain(self) -> None:
         from pcgsvc.compilers.inductor import compile_probe
 
-        before = blob.snapshot(self._folder.path)
         compile_probe(self._device)
-        files = blob.snapshot(self._folder.path) - before
+        files = blob.snapshot(self.folder.path)  # tracing may have made some of them
         facts = self._toolchain_facts()
-        data = blob.pack(b"toolchain", self._folder.path, files)
+        data = blob.pack(b"toolchain", self.folder.path, files)
         if self._store.put_piece(key_of(facts), data, facts=facts):
             self._there.add(key_of(facts))
 
     def _unpack_toolchain(self) -> bool:
-        if not self._inductor:
-            return False
-        found = self._store.get_piece(key_of(self._toolchain_facts()))
+        key = key_of(self._toolchain_facts())
+        if not self._inductor or key in self._there:
+            return self._inductor
+        found = self._store.get_piece(key)
         if found.value is None:
             return False
         try:
-            blob.unpack(found.value, self._folder.path)
+            blob.unpack(found.value, self.folder.path)
         except CompileError as error:
             logger.warning("cache: toolchain files: %s", error)
             return False
-        self._there.add(key_of(self._toolchain_facts()))
+        self._there.add(key)
         return True
 
     def _toolchain_facts(self) -> dict[str, Any]:
         nothing: Document = {"rows": [], "outputs": []}
         return {**self._piece_facts("toolchain", nothing), "kind": "toolchain"}
+
+
+def _signature(
+    document: Document, size: int | None
+) -> tuple[int, Boundaries | None, Sequence[int]]:
+    """Return what a loaded piece must know of its document: results, boundaries, baked inputs."""
+    baked = () if size is None else baked_inputs(document)
+    return len(document["outputs"]), boundaries_of(document), baked
 
 
 class _UnsavedError(Exception):
@@ -435,10 +549,21 @@ def _causes(differences: Sequence[FactDifference]) -> list[FactDifference]:
     ]
 
 
-def _variants(manifest: bytes) -> list[bytes]:
+@dataclass(frozen=True)
+class _Manifest:
+    """What a program entry holds."""
+
+    variants: Sequence[bytes] = ()
+    """Images, newest first."""
+    beside: Sequence[str] = ()
+    """Keys of entries that spare a start some work; it works without them."""
+
+
+def _read_manifest(payload: bytes) -> _Manifest:
     try:
-        tree = json.loads(manifest)
-        return [str(v).encode() for v in tree["variants"]]
+        tree = json.loads(payload)
+        variants = [str(v).encode() for v in tree["variants"]]
+        return _Manifest(variants, [str(key) for key in tree["beside"]])
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("cache: a program entry is malformed: %s", error)
-        return []
+        return _Manifest()

@@ -17,7 +17,7 @@ from rich.markup import escape
 from pcgsvc.artifacts import Artifacts, NoProgramError, explain
 from pcgsvc.bundle import export_bundle, import_bundle
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheAction, CacheMode, Compiler, Config
+from pcgsvc.config import CacheAction, CacheMode, Config
 from pcgsvc.disk.reports import ABSENT
 from pcgsvc.errors import CacheError, ConfigError
 from pcgsvc.facts import program_facts
@@ -77,10 +77,8 @@ def _explain(config: Config, store: Store, out: Console) -> None:
     """Say hit or miss for the composed config, and on a miss what differs."""
     request = request_of(config)
     folder = CompilerFolder()
-    inductor = request.config.compiler.name is Compiler.INDUCTOR
     try:
-        # As in a build: the compilers' settings are facts.
-        with folder.in_use(inductor=inductor, threads=request.config.compiler.threads):
+        with folder.in_use(request.config.compiler.threads):
             _say(out, _hit_or_miss(request, store, folder))
     finally:
         folder.close()

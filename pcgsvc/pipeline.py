@@ -18,7 +18,7 @@ import torch
 from pcgsvc.artifacts import Artifacts, Tally
 from pcgsvc.canonical import tensors_of
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheMode, Compiler, Config, Graphs, Mode
+from pcgsvc.config import CacheMode, Config, Graphs, Mode
 from pcgsvc.dispatch import (
     BatchDescriptor,
     DispatchTable,
@@ -79,6 +79,8 @@ class Built:
     warnings: list[str]
     captured: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that the forward holds and that are no parameter or buffer, by binding name."""
+    finish: Callable[[], None]
+    """Stores what only running the program tells, once it has run; see `Artifacts.finish`."""
     workspace: Workspace | None = None
     """Set where the forward had to be run to learn what it does."""
 
@@ -123,8 +125,8 @@ def build(request: Request, progress: Progress) -> Runner:
     """Trace or load, compile, capture, check."""
     started = time.perf_counter()
     config = request.config
-    with _building(request) as folder:
-        built = prepare(request, folder, progress)
+    with _building(request) as folder, _open_store(config, used=True) as store:
+        built = prepare(request, folder, store, progress)
         tensors = {**tensors_of(request.bundle.module), **built.captured}
         workspace = built.workspace or make_workspace(
             request, built.image.spec.bindings, built.image.bind(tensors)
@@ -132,6 +134,7 @@ def build(request: Request, progress: Progress) -> Runner:
         samples = make_samples(request, workspace)
         with preserved({name: workspace.tensors[name] for name in built.image.mutated}):
             table = _capture(built, workspace, samples, progress)
+            built.finish()
             built.seconds["total"] = time.perf_counter() - started + request.weights_s
             parts = _parts(built, workspace, table)
             parts.report = build_report(built, table, workspace)
@@ -152,9 +155,11 @@ def _at_close(folder: CompilerFolder, workspace: Workspace) -> None:
 
 def prepare_only(request: Request, progress: Progress, *, compile_pieces: bool) -> Built:
     """Run the stages before capture; `job=plan` and `job=compile`."""
-    with _building(request) as folder:
+    with _building(request) as folder, _open_store(request.config, used=compile_pieces) as store:
         try:
-            return prepare(request, folder, progress, compile_pieces=compile_pieces)
+            built = prepare(request, folder, store, progress, compile_pieces=compile_pieces)
+            built.finish()
+            return built
         finally:
             folder.close()
 
@@ -163,13 +168,10 @@ def prepare_only(request: Request, progress: Progress, *, compile_pieces: bool) 
 def _building(request: Request) -> Iterator[CompilerFolder]:
     """Hold the build lock, fix torch's modes, and give the compilers a folder of ours."""
     folder = CompilerFolder()
-    inductor = request.config.compiler.name is Compiler.INDUCTOR
     plain = torch.autocast(request.device.type, enabled=False)  # the caller's is not built in
     with BUILD_LOCK, torch.inference_mode(False), torch.no_grad(), plain:
-        started = time.perf_counter()
         try:
-            with folder.in_use(inductor=inductor, threads=request.config.compiler.threads):
-                request.import_s = time.perf_counter() - started
+            with folder.in_use(request.config.compiler.threads):
                 yield folder
         except BaseException:
             folder.close()
@@ -180,7 +182,12 @@ def _building(request: Request) -> Iterator[CompilerFolder]:
 
 
 def prepare(
-    request: Request, folder: CompilerFolder, progress: Progress, *, compile_pieces: bool = True
+    request: Request,
+    folder: CompilerFolder,
+    store: Store,
+    progress: Progress,
+    *,
+    compile_pieces: bool = True,
 ) -> Built:
     """Load the program, or trace, split and compile it; then resolve the mode."""
     config = request.config
@@ -192,28 +199,27 @@ def prepare(
         ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total"),
         0.0,
     )
-    seconds["import"], seconds["weights"] = request.import_s, request.weights_s
-    with _open_store(config, used=compile_pieces) as store:
-        artifacts = Artifacts(config, request.device, store, folder)
-        stages = Stages(request, artifacts, store, seconds, progress)
-        image, pieces = stages.run(compile_pieces=compile_pieces)
-        cache = {
-            "mode": config.cache.mode.value,
-            "dir": str(store.folder.data) if store.folder is not None else None,
-            "program_key": stages.key,
-            "hits": store.counts.hits,
-            "misses": store.counts.misses,
-            "miss_reasons": list(
-                dict.fromkeys(
-                    [
-                        *stages.misses,
-                        *store.counts.miss_reasons,
-                        *(f"cannot be written down: {u}" for u in artifacts.tally.unsaved),
-                    ]
-                )
-            ),
-            "bytes": store.num_bytes(),
-        }
+    seconds["weights"] = request.weights_s
+    artifacts = Artifacts(config, request.device, store, folder)
+    stages = Stages(request, artifacts, store, seconds, progress)
+    image, pieces = stages.run(compile_pieces=compile_pieces)
+    cache = {
+        "mode": config.cache.mode.value,
+        "dir": str(store.folder.data) if store.folder is not None else None,
+        "program_key": stages.key,
+        "hits": store.counts.hits,
+        "misses": store.counts.misses,
+        "miss_reasons": list(
+            dict.fromkeys(
+                [
+                    *stages.misses,
+                    *store.counts.miss_reasons,
+                    *(f"cannot be written down: {u}" for u in artifacts.tally.unsaved),
+                ]
+            )
+        ),
+        "bytes": store.num_bytes(),
+    }
     logger.info(
         "%s start: %d ops in %d regions (%d unique) and %d boundaries; %d compiled, %d loaded",
         stages.start,
@@ -242,6 +248,7 @@ def prepare(
         warnings=[*resolution.reasons, *dropped, *stages.warnings],
         workspace=stages.workspace,
         captured=stages.captured,
+        finish=stages.finish,
     )
     for warning in built.warnings:
         logger.warning("%s", warning)

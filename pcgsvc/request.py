@@ -40,8 +40,6 @@ class Request:
     """Arguments that are no tensors; frozen."""
     weights_s: float = 0.0
     """How long the model took to build, in seconds."""
-    import_s: float = 0.0
-    """How long it took to import what loads compiled pieces, in seconds."""
 
 
 def request_for(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Stages:
         progress: Progress,
     ) -> None:
         self._request, self._config = request, request.config
-        self._artifacts, self._store = artifacts, store
+        self._artifacts, self._store, self._folder = artifacts, store, artifacts.folder
         self._seconds, self._progress = seconds, progress
         self.start = "cold"
         self.key: str | None = None
@@ -68,6 +69,8 @@ class Stages:
         self.warnings: list[str] = []
         self.captured: dict[str, torch.Tensor] = {}
         self.workspace: Workspace | None = None
+        self.finish: Callable[[], None] = lambda: None
+        """Stores what only running the program tells; see `Artifacts.finish`."""
 
     def run(self, *, compile_pieces: bool) -> tuple[ProgramImage, dict[str, CompiledPiece] | None]:
         """Return the program; its pieces are None when nothing was to be compiled."""
@@ -113,7 +116,7 @@ class Stages:
     ) -> None:
         """Compile the parts of an untraced model that hit no break."""
         with phase("import", self._seconds, self._progress):
-            torch_private.import_compilers(inductor=True)
+            self._ready_compilers(inductor=True)
         names = chosen(module, learned.one, self._config.partition.compile_modules)
         with phase("compile", self._seconds, self._progress, total=len(names)):
             self._artifacts.prepare_toolchain()
@@ -137,7 +140,8 @@ class Stages:
             raise require_warm(self._store, facts, self.misses[-1])
         with self._artifacts.lock(facts) as held:
             # Whoever held the lock before may have stored it meanwhile.
-            found = self._load(facts) if held and self._store.writable else None
+            there = held and self._store.writable and self._artifacts.has_program(facts)
+            found = self._load(facts) if there else None
             return found or self._make(facts)
 
     def plan(self) -> ProgramImage:
@@ -173,6 +177,7 @@ class Stages:
                     logger.info("cache: no stored program fits: %s", str(error))
                 return None
         self.start = "warm"
+        self.finish = partial(self._artifacts.finish, facts, *found)
         return found
 
     def _make(
@@ -205,13 +210,14 @@ class Stages:
             self._uncacheable(problems)
         elif facts is not None and not self._artifacts.tally.unsaved:
             self._artifacts.save(facts, image)
+            self.finish = partial(self._artifacts.finish, facts, image, pieces)
         return image, pieces
 
     def _trace_and_split(self) -> tuple[TracedGraph, Partition]:
         request, config = self._request, self._config
         inductor = config.compiler.name is Compiler.INDUCTOR
         with phase("import", self._seconds, self._progress):
-            torch_private.import_compilers(inductor=inductor)
+            self._ready_compilers(inductor=inductor)
         with phase("trace", self._seconds, self._progress):
             traced = trace(request.bundle.module, request.inputs, request.constants)
         refuse_outputs(traced)
@@ -236,6 +242,11 @@ class Stages:
         logger.debug("%s (%s): %d ops", piece.name, str(piece.hash)[:12], len(piece.nodes))
         self._progress.advance()
         return compiled
+
+    def _ready_compilers(self, *, inductor: bool) -> None:
+        if inductor:
+            self._folder.ready_inductor()
+        torch_private.import_compilers(inductor=inductor)
 
     def _uncacheable(self, problems: list[str]) -> None:
         words = "the program cannot be stored: " + "; ".join(problems)

@@ -12,8 +12,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -324,6 +328,140 @@ def inductor_deserialize(data: bytes) -> Any:
     return AOTCompiledArtifact.deserialize(data)
 
 
+class NotDirectError(Exception):
+    """An artifact of Inductor's cannot be run without Inductor; `str()` of it is why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What Inductor generated for an artifact around which torch does nothing."""
+
+    source: str
+    namespace: dict[str, Any]
+    """Globals of the module that was made of the source."""
+    aligned: list[int]
+    """Places of the arguments that the code takes for aligned."""
+
+
+def inductor_generated(artifact: Any) -> Generated:
+    """Return the generated code of an artifact of `inductor_compile` or `inductor_deserialize`.
+
+    Raises:
+        NotDirectError: torch does more than to call that code.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    entry = artifact.inner_fn.compiled_fn.serialize()
+    if not hasattr(entry, "compiled_fw"):
+        raise NotDirectError(f"torch keeps it as a {type(entry).__name__}")
+    code, meta = entry.compiled_fw.result, entry.runtime_metadata
+    wrapped = {
+        "it has a backward pass": entry.compiled_bw is not None,
+        "it takes tensor subclasses": entry.maybe_subclass_meta is not None,
+        "torch changes its arguments": any(
+            getattr(w, "needs_post_compile", True) for w in entry.dispatch_wrappers
+        ),
+        "torch writes inputs after it": meta.num_mutated_inp_runtime_indices > 0,
+        "its results alias its inputs": meta.num_outputs_aliased > 0,
+        "its results share memory": meta.num_intermediate_bases > 0,
+        "it has effect tokens": bool(meta.tokens),
+        "it draws random numbers": bool(
+            meta.is_rng_op_functionalized or meta.num_graphsafe_rng_states
+        ),
+        "it changes the grad mode": meta.grad_enabled_mutation is not None,
+        "it holds constants": bool(
+            code.constants or code.frozen_param_names or code.torchbind_constants
+        ),
+        "it writes an input that must be aligned": bool(
+            set(code.inputs_to_check) & set(code.mutated_input_idxs)
+        ),
+    }
+    reasons = [reason for reason, holds in wrapped.items() if holds]
+    if reasons:
+        raise NotDirectError("; ".join(reasons))
+    for module in reversed(PyCodeCache.modules):
+        if Path(str(module.__file__)).read_text() == code.source_code:
+            return Generated(
+                source=code.source_code,
+                namespace=vars(module),
+                aligned=sorted(code.inputs_to_check),
+            )
+    raise NotDirectError("its module is not loaded")
+
+
+def is_inductor_kernel(value: Any) -> bool:
+    """Whether a global of a generated module is a Triton kernel."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    return isinstance(value, CachingAutotuner)
+
+
+def static_kernel(kernel: Any) -> dict[str, Any]:
+    """Return all that a launch of a Triton kernel of Inductor's needs, of JSON types.
+
+    Raises:
+        NotDirectError: it is not launched by torch's static launcher, or not chosen yet.
+    """
+    from torch._inductor.runtime.triton_heuristics import GridExpr
+
+    name = kernel.fn.__name__
+    if len(kernel.launchers) != 1:
+        raise NotDirectError(f"kernel {name} has {len(kernel.launchers)} variants, none chosen")
+    (launcher,) = kernel.launchers
+    made = [r for r in kernel.compile_results if r.config is launcher.config]
+    if len(made) != 1 or not getattr(launcher, "_is_static", False):
+        raise NotDirectError(f"kernel {name} is not launched statically")
+    static = made[0].kernel
+    grid = GridExpr.from_meta(made[0].inductor_meta, made[0].config)
+    _, params, left_out = made[0]._get_arg_lists(static.arg_names, static.declared_constexprs)
+    return {
+        "name": static.name,
+        "cache_hash": launcher.cache_hash,
+        "shared": static.shared,
+        "num_warps": static.num_warps,
+        "types": static.arg_tys,
+        "num_scratch": int(static.has_global_scratch) + int(static.has_profile_scratch),
+        "params": list(params),
+        "args": [
+            arg
+            for at, arg in enumerate(static.arg_names)
+            if at not in static.full_constexprs and arg not in left_out
+        ],
+        "prefix": list(grid.prefix),
+        "grid": [str(grid.x_grid), str(grid.y_grid), str(grid.z_grid)],
+    }
+
+
+def load_static_kernel(
+    path: Path,
+    *,
+    name: str,
+    shared: int,
+    num_warps: int,
+    types: str,
+    num_scratch: int,
+    device: int,
+) -> Callable[..., None]:
+    """Load a kernel's binary and return `launch(x, y, z, stream, *args)`.
+
+    The binary stays loaded as long as the function, or for the life of the process on torch 2.11,
+    which cannot unload one.
+    """
+    launcher: Any = torch._C._StaticCudaLauncher
+    module: Any
+    *module, function, _, _ = launcher._load_kernel(str(path), name, shared, device)
+    types, scratch = types + "O" * num_scratch, (None,) * num_scratch
+
+    def launch(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+        launcher._launch_kernel(
+            function, x, y, z, num_warps, shared, types, (*args, *scratch), stream
+        )
+
+    if module:
+        weakref.finalize(launch, launcher._unload_kernel, module[0]).atexit = False
+    return launch
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -398,14 +536,22 @@ def pool_ranges(pools: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def inductor_settings() -> dict[str, Any]:
-    """Return Inductor's settings in a form that is the same in every process and directory.
+    """Return the settings of Inductor's that this process has changed, by name.
 
-    `config.get_hash()` is not: it changes with the working directory on torch 2.13 and 2.14.
+    Does not import it: what is not imported is not changed. What the environment sets is not among
+    them. (`config.get_hash()` would be the whole, but it changes with the working directory on
+    torch 2.13 and 2.14.)
     """
-    import torch._inductor.config as inductor_config
-
-    settings = inductor_config.save_config_portable()
-    return {name: repr(value) for name, value in sorted(settings.items())}
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return {}
+    portable = config.save_config_portable()
+    changed = config._get_dict(skip_default=True)
+    return {
+        name: repr(value)
+        for name, value in sorted(changed.items())
+        if name in portable and value != config._config[name].default
+    }
 
 
 def triton_version() -> str | None:

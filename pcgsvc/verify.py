@@ -19,11 +19,18 @@ from pcgsvc.dispatch import BatchDescriptor
 from pcgsvc.errors import BatchError, VerifyError
 from pcgsvc.ops.context import use_context
 from pcgsvc.program import Direct
+from pcgsvc.rounding import HALF, redrawn
 from pcgsvc.runner import Runner, RunnerParts
 from pcgsvc.samples import Samples, fill_junk
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """max|a-b| / max|b| up to which results that were computed in another order are equal."""
+
+NOISE_FACTOR = 2
+"""Of a module's own noise."""
+
+NOISE_LIMIT = 0.25
+"""Whatever the noise is; a stale or mixed-up tensor gives an error near 1."""
 
 
 def verify(
@@ -77,15 +84,18 @@ def _verify_entry(
     with preserved(state):
         same = plain(runner, padded, batch, size)
         state_error = error_of(list(after.values()), list(state.values()))
-    with preserved(state):
-        pure = plain(runner, {k: v.contiguous() for k, v in alone.items()}, batch, true)
-    exact = parts.config.compiler.name is Compiler.EAGER
-    dtype = next((t.dtype for t in got if t.is_floating_point()), torch.float32)
-    tolerance_true = TOLERANCE.get(dtype, 0.0)
-    tolerance = 0.0 if exact else tolerance_true
+
+    def run_alone() -> list[torch.Tensor]:
+        with preserved(state):
+            return plain(runner, {k: v.contiguous() for k, v in alone.items()}, batch, true)
+
+    pure = run_alone()
     got_true = parts.outputs.cut(got, true)
     error = max(error_of(got_true, parts.outputs.cut(same, true)), state_error)
     error_true = error_of(got_true, pure)
+    exact = parts.config.compiler.name is Compiler.EAGER
+    tolerance_true = tolerance_of(pure, error_true if exact else max(error, error_true), run_alone)
+    tolerance = 0.0 if exact else tolerance_true
     return {
         "mode": mode.value,
         "size": size,
@@ -97,6 +107,28 @@ def _verify_entry(
         "tolerance_true": tolerance_true,
         "ok": error <= tolerance and error_true <= tolerance_true,
     }
+
+
+def tolerance_of(
+    wanted: Sequence[torch.Tensor], error: float, again: Callable[[], list[torch.Tensor]]
+) -> float:
+    """Return up to which error results count as equal that were computed in another order.
+
+    That is `TOLERANCE`, or, where `error` is above it and the results are of half precision, twice
+    what the module's own results move when its roundings fall otherwise: in a random 32-layer
+    model in bfloat16 that is more than 5e-2.
+
+    Args:
+        wanted: what the module gave.
+        error: of what is compared with it.
+        again: computes `wanted` once more.
+    """
+    dtype = next((t.dtype for t in wanted if t.is_floating_point()), torch.float32)
+    tolerance = TOLERANCE.get(dtype, 0.0)
+    if error <= tolerance or dtype not in HALF:
+        return tolerance
+    noise = error_of(redrawn(again, wanted[0].device), wanted)
+    return max(tolerance, min(NOISE_FACTOR * noise, NOISE_LIMIT))
 
 
 def _true_rows(parts: RunnerParts, descriptor: BatchDescriptor, rng: random.Random) -> int:
@@ -216,8 +248,12 @@ def _check_one_row(runner: Runner, parts: RunnerParts, samples: Samples) -> None
     with preserved(state), runner.on_stream(), use_context(parts.workspace.context(batch, 1)):
         got = parts.program.run(parts.workspace.values(inputs, 1), Direct())
         got = [t.clone() for t in got]
-    with preserved(state):
-        wanted = plain(runner, inputs, batch, 1)
-    dtype = next((t.dtype for t in wanted if t.is_floating_point()), torch.float32)
-    if error_of(got, wanted) > TOLERANCE.get(dtype, 0.0):
+
+    def run_plain() -> list[torch.Tensor]:
+        with preserved(state):
+            return plain(runner, inputs, batch, 1)
+
+    wanted = run_plain()
+    error = error_of(got, wanted)
+    if error > tolerance_of(wanted, error, run_plain):
         parts.predicate = parts.predicate.and_also("s > 1", "differs from the module at one row")

@@ -77,7 +77,8 @@ with build(toy(1), **config) as runner:
     assert runner.report["compile"]["num_compiled"] > 0
     print("after a build:", children())
 folder = CompilerFolder()
-with folder.in_use(inductor=True, threads=2):
+with folder.in_use(threads=2):
+    folder.ready_inductor()
     async_compile.AsyncCompile.process_pool().submit(abs, -1).result()
     print("with two workers:", len(children()) > 0)
 print("after the block:", children(), flush=True)

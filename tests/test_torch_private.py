@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import subprocess
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -241,13 +243,85 @@ def test_inductor_serialize_and_deserialize_give_an_equal_artifact(artifact: Any
     assert torch.equal(again(7, x)[0], artifact(7, x)[0])
 
 
-def test_inductor_settings_do_not_depend_on_the_directory(
+def test_inductor_settings_are_those_that_were_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = private.inductor_settings()
+    import torch._inductor.config as settings
+
+    assert private.inductor_settings() == {}
     monkeypatch.chdir(tmp_path)
-    assert private.inductor_settings() == before
-    assert "max_autotune" in before
+    with settings.patch(max_autotune=True, epilogue_fusion=settings.epilogue_fusion):
+        assert private.inductor_settings() == {"max_autotune": "True"}
+    assert private.inductor_settings() == {}
+
+
+def test_inductor_settings_import_nothing() -> None:
+    code = (
+        "import sys; from pcgsvc import torch_private as p; assert p.inductor_settings() == {}; "
+        "assert 'torch._inductor' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_inductor_generated_is_the_module_around_which_torch_does_nothing(artifact: Any) -> None:
+    found = private.inductor_generated(artifact)
+    assert "def call(self, args)" in found.source
+    x = torch.randn(7, 3)
+    assert torch.equal(found.namespace["call"]([7, x])[0], artifact(7, x)[0])
+    assert not any(map(private.is_inductor_kernel, found.namespace.values()))  # C++ here
+
+
+def test_inductor_generated_refuses_what_torch_does_more_to() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.ones(4, 2)
+    graph.output((graph.call_method("view", (x, 8)),))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    made = private.inductor_compile(module, [torch.ones(4, 2)], {})
+    with pytest.raises(private.NotDirectError, match="its results alias its inputs"):
+        private.inductor_generated(made)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_static_kernel_wants_a_kernel_that_is_chosen(count: int) -> None:
+    kernel = types.SimpleNamespace(fn=torch.mm, launchers=[None] * count)
+    with pytest.raises(private.NotDirectError, match=f"has {count} variants, none chosen"):
+        private.static_kernel(kernel)
+
+
+def test_static_kernel_wants_the_static_launcher() -> None:
+    launcher = types.SimpleNamespace(config=object())
+    result = types.SimpleNamespace(config=launcher.config)
+    kernel = types.SimpleNamespace(fn=torch.mm, launchers=[launcher], compile_results=[result])
+    with pytest.raises(private.NotDirectError, match="is not launched statically"):
+        private.static_kernel(kernel)
+
+
+@pytest.mark.parametrize("handles", [("function", 32, 0), ("module", "function", 32, 0)])
+def test_load_static_kernel_launches_and_unloads(
+    handles: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    launcher = types.SimpleNamespace(
+        _load_kernel=lambda *args: calls.append(("load", *args)) or handles,
+        _launch_kernel=lambda *args: calls.append(("launch", *args)),
+        _unload_kernel=lambda *args: calls.append(("unload", *args)),
+    )
+    monkeypatch.setattr(torch._C, "_StaticCudaLauncher", launcher, raising=False)
+    launch = private.load_static_kernel(
+        Path("k.cubin"), name="k", shared=8, num_warps=4, types="Oi", num_scratch=1, device=1
+    )
+    launch(3, 1, 1, 7, "x", 5)
+    del launch
+    assert calls[:2] == [
+        ("load", "k.cubin", "k", 8, 1),
+        ("launch", "function", 3, 1, 1, 4, 8, "OiO", ("x", 5, None), 7),
+    ]
+    assert calls[2:] == ([("unload", "module")] if len(handles) == 4 else [])
+
+
+def test_is_inductor_kernel_tells_nothing_else_for_one() -> None:
+    assert not private.is_inductor_kernel(torch.mm)
 
 
 def test_inductor_defaults_hold_for_the_block_alone() -> None:

@@ -468,7 +468,7 @@ def test_a_module_that_cannot_be_imported_any_more_is_a_miss(start: Starter) -> 
         manifest = json.loads(entry.payload)
         image = json.loads(manifest["variants"][0])
         image["modules"] = ["pcgtest_gone"]
-        payload = json.dumps({"variants": [json.dumps(image)]}).encode()
+        payload = json.dumps({**manifest, "variants": [json.dumps(image)]}).encode()
         assert store.put_program(program.key, payload, pieces=entry.pieces, facts=entry.facts)
     again = start(toy(1))
     assert again.right

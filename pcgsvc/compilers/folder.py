@@ -23,15 +23,16 @@ class CompilerFolder:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="pcgsvc-"))
+        self._block: contextlib.ExitStack | None = None
+        self._threads, self._ready = 1, False
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     @contextlib.contextmanager
-    def in_use(self, *, inductor: bool, threads: int = 1) -> Iterator[None]:
+    def in_use(self, threads: int = 1) -> Iterator[None]:
         """Point the compilers at the folder for a block; restore the environment afterwards.
 
         Args:
-            inductor: whether Inductor is used.
-            threads: its worker processes, which end with the block; 1: none.
+            threads: Inductor's worker processes, which end with the block; 1: none.
         """
         places = {
             "TORCHINDUCTOR_CACHE_DIR": str(self.path),
@@ -40,17 +41,33 @@ class CompilerFolder:
         before = {name: os.environ.get(name) for name in places}
         os.environ.update(places)
         try:
-            defaults = torch_private.inductor_defaults
-            with defaults(threads) if inductor else contextlib.nullcontext():
+            with contextlib.ExitStack() as self._block:
+                self._threads = threads
                 yield
         finally:
-            if inductor and threads > 1:
-                torch_private.stop_compile_workers()
+            self._block = None
             for name, value in before.items():
                 if value is None:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+    def ready_inductor(self) -> None:
+        """Import Inductor, with our settings for the rest of the block; twice is fine.
+
+        Not done when the block begins: a warm start mostly does without.
+        """
+        if self._block is None:
+            raise RuntimeError("ready_inductor: only inside in_use")
+        if not self._ready:
+            self._ready = True
+            self._block.callback(self._unready)
+            self._block.enter_context(torch_private.inductor_defaults(self._threads))
+
+    def _unready(self) -> None:
+        self._ready = False
+        if self._threads > 1:
+            torch_private.stop_compile_workers()
 
     def close(self) -> None:
         """Remove the folder; twice is fine."""

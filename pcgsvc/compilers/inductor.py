@@ -6,6 +6,7 @@ load only what is trusted). Knows nothing of capture or the disk.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.compilers.direct import DirectArtifact, extract
 from pcgsvc.compilers.passes import pass_options
 from pcgsvc.compilers.specialize import baked_inputs, graph_for
 from pcgsvc.config import CompilerConfig
@@ -67,7 +69,37 @@ class InductorPiece:
 
     def num_kernels(self) -> int:
         """See `CompiledPiece.num_kernels`: launches in the generated code."""
+        if isinstance(self._artifact, DirectArtifact):
+            return self._artifact.num_kernels
         return torch_private.count_kernels(torch_private.inductor_source(self._artifact))
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it runs without Inductor."""
+        return isinstance(self._artifact, DirectArtifact)
+
+    def to_direct(self, folder: Path) -> tuple[bytes, set[str]]:
+        """Return the form that runs without Inductor, and the files under `folder` that it needs.
+
+        Raises:
+            NotDirectError: the artifact has no such form.
+        """
+        form, files = extract(self._artifact, folder, self.num_kernels())
+        return json.dumps(form, sort_keys=True).encode(), files
+
+    @classmethod
+    def from_direct(
+        cls,
+        data: bytes,
+        folder: Path,
+        device: int,
+        num_outputs: int,
+        boundaries: Boundaries | None = None,
+        baked: Sequence[int] = (),
+    ) -> InductorPiece:
+        """Load what `to_direct` gave, its files in `folder`; it must be trusted."""
+        artifact = DirectArtifact(json.loads(data), folder, device)
+        return cls(artifact, num_outputs, boundaries, baked)
 
 
 def compile_piece(
