@@ -320,6 +320,18 @@ def test_load_static_kernel_launches_and_unloads(
     assert calls[2:] == ([("unload", "module")] if len(handles) == 4 else [])
 
 
+def test_raw_stream_asks_torch_for_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 100 + i, raising=False)
+    assert private.raw_stream(3) == 103
+
+
+@pytest.mark.gpu
+def test_raw_stream_is_the_current_one() -> None:
+    assert private.raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+    with torch.cuda.stream(torch.cuda.Stream()) as _:
+        assert private.raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
 def test_is_inductor_kernel_tells_nothing_else_for_one() -> None:
     assert not private.is_inductor_kernel(torch.mm)
 

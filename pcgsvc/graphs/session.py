@@ -134,7 +134,8 @@ class Session:
             return padded_tensors(call, args, kwargs, result)
 
         name = call.call.splitting or str(call.call.row[1])
-        return self._at_break(name, call.kernel, args, kwargs, padded)
+        bind = call.spec.bind if call.spec is not None else None
+        return self._at_break(name, call.kernel, args, kwargs, padded, bind)
 
     # -- breaks that a piece reaches by itself --
 
@@ -148,7 +149,8 @@ class Session:
             return [] if done else self._row_wise(func, at, boundaries, args, kwargs, result)
 
         kernel = spec.kernel if spec is not None else func
-        result = self._at_break(name, kernel, list(args), dict(kwargs), padded)
+        bind = spec.bind if spec is not None else None
+        result = self._at_break(name, kernel, list(args), dict(kwargs), padded, bind)
         if boundaries.in_place_only:
             self._refuse_fresh(name, result)
         return result
@@ -216,6 +218,7 @@ class Session:
         args: list[Any],
         kwargs: dict[str, Any],
         padded_of: Callable[[Any], list[torch.Tensor]],
+        bind: Callable[..., Step | None] | None = None,
     ) -> Any:
         self._boundaries.append(name)
         leaves = pytree.tree_leaves([args, kwargs])
@@ -230,7 +233,7 @@ class Session:
             result = kernel(*args, **kwargs)
             padded = padded_of(result)
             zero_padding(padded)
-        result, step = self._bind(name, kernel, args, kwargs, result, padded)
+        result, step = self._bind(name, kernel, args, kwargs, result, padded, bind)
         self._steps.append((name, False, step))
         if self._within is not None:
             self._begin(self._within)
@@ -285,6 +288,7 @@ class Session:
         kwargs: dict[str, Any],
         result: Any,
         padded: list[torch.Tensor],
+        bind: Callable[..., Step | None] | None,
     ) -> tuple[Any, Step]:
         """Return the op's result as later pieces may see it, and the step that recomputes it."""
 
@@ -293,7 +297,9 @@ class Session:
 
         held_args = pytree.tree_map(hold, args)
         held_kwargs = pytree.tree_map(hold, kwargs)
-        run = functools.partial(kernel, *held_args, **held_kwargs)
+        bound = bind(*held_args, **held_kwargs) if bind is not None else None
+        self._keep += [held_args, held_kwargs] if bound is not None else []
+        run = bound or functools.partial(kernel, *held_args, **held_kwargs)
         fresh = _fresh_tensors(result, [*args, *kwargs.values()])
         if fresh:
             # A functional op gives new memory each time; the next segment needs a fixed address.

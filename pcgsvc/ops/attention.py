@@ -10,6 +10,7 @@ N = blocks in the cache, S = tokens per block.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,23 @@ class AttentionBackend(abc.ABC):
     ) -> None:
         """Write k and v to the cache, then attention of q [T, H, D] into `output` [T, H, D]."""
 
+    def bind(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+    ) -> Callable[[], None] | None:
+        """Return a call that does again what `forward` has just done, with everything looked up.
+
+        Only for a backend that reads nothing of the step on the host: the call is made at each
+        replay between graphs, over these buffers and the same static metadata. None: `forward` is
+        called each time.
+        """
+        return None
+
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, layer: int
@@ -97,6 +115,19 @@ def attention(
     backend.forward(q, k, v, output, layer, context)
 
 
+def _bind_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, layer: int
+) -> Callable[[], None] | None:
+    context = current_context()
+    backend = context.attention
+    return None if backend is None else backend.bind(q, k, v, output, layer, context)
+
+
 register_splitting_op(
-    "pcgsvc::attention", attention, mutates_args=("output",), support=None, zeroes_padding=True
+    "pcgsvc::attention",
+    attention,
+    mutates_args=("output",),
+    support=None,
+    zeroes_padding=True,
+    bind=_bind_attention,
 )

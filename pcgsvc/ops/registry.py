@@ -42,6 +42,10 @@ class OpSpec:
     """Whether the op itself leaves padding rows of its outputs zero; else the boundary does."""
     stands_for: str | None = None
     """The splitting op that a compiler pass may replace by this one."""
+    bind: Callable[..., Callable[[], None] | None] | None = None
+    """Called like the kernel, right after it, over the buffers of a captured entry: returns the
+    same call with everything looked up, or None. It runs on the runner's stream at each replay;
+    the session keeps the buffers."""
 
 
 _SPECS: dict[str, OpSpec] = {}
@@ -104,10 +108,12 @@ def register_splitting_op(
     zeroes_padding: bool = False,
     tags: Iterable[torch.Tag] = (),
     stands_for: str | None = None,
+    bind: Callable[..., Callable[[], None] | None] | None = None,
 ) -> OpSpec:
     """Register `kernel` as splitting op `name`; see `splitting_op`. `support=None`: the backend's.
 
-    `stands_for`: the splitting op that a compiler pass may replace by this one.
+    `stands_for`: the splitting op that a compiler pass may replace by this one. `bind`: see
+    `OpSpec`.
 
     `torch.library.custom_op` is not used: it costs 4 to 7 times as much per call as
     `Library.define` and `impl` (measured on torch 2.11, 2.13 and 2.14).
@@ -139,7 +145,7 @@ def register_splitting_op(
         library.impl(op, _late(name), "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake or _fake_nothing, lib=library)
     schema = str(getattr(getattr(torch.ops, namespace), op).default._schema)
-    spec = OpSpec(name, kernel, fake, schema, mutated, support, zeroes_padding, stands_for)
+    spec = OpSpec(name, kernel, fake, schema, mutated, support, zeroes_padding, stands_for, bind)
     _SPECS[name] = spec
     return spec
 

@@ -5,10 +5,10 @@ Knows nothing of models or graphs. The kernels are in `triton_kernels`, imported
 made, so that nothing else needs triton; `triton_tuning` cuts launches into programs.
 
 Support ALWAYS: a launch depends on the padded row count, the layer and static maxima alone, so a
-captured call serves every batch of its size. One launch per layer; above
-`Tuning.fused_write_rows` rows, and where requests may share KV inside a step, one more writes the
-cache first. The splits of long sequences are combined by the last program of a tile to finish,
-not by a second launch.
+captured call serves every batch of its size. One launch per layer in single-token decode;
+otherwise, above `Tuning.fused_write_rows` rows and where requests may share KV inside a step, one
+more writes the cache first. The splits of long sequences are combined by the last program of a
+tile to finish, not by a second launch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.context import ForwardContext
@@ -79,7 +80,8 @@ class TritonAttention(AttentionBackend):
             sliding_window: per layer, how many keys a row sees at most, itself included; None: all.
             softcap: scores s become softcap * tanh(s / softcap) in all layers; None: they stay.
             share_in_step: whether a request may read KV that another request writes in the same
-                step (prefix caching inside one step); costs one more launch per layer.
+                step (prefix caching inside one step); costs one more launch per layer, not in
+                single-token decode, where no request can.
             tuning: speed only.
 
         Raises:
@@ -119,9 +121,54 @@ class TritonAttention(AttentionBackend):
         if index is not None and torch.cuda.current_device() != index:
             with torch.cuda.device(index):
                 return self.forward(q, k, v, output, layer, context)
-        # All that a launch is made from. Triton's own dispatch costs tens of microseconds; over
-        # static buffers all calls of an entry but the first find their launches here.
-        key = (
+        # Triton's own dispatch costs tens of microseconds; over static buffers all calls of an
+        # entry but the first find their launches here.
+        key = self._key(q, k, v, output, layer, context)
+        ready = self._ready.get(key)
+        if ready is None:
+            ready = self._first_forward(q, k, v, output, layer, context)
+            if len(self._ready) >= _MAX_READY:
+                self._ready.clear()
+            if ready:
+                self._ready[key] = ready
+            return None
+        for run, args in ready:
+            run(*args)
+        return None
+
+    def bind(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+    ) -> Callable[[], None] | None:
+        """See `AttentionBackend.bind`: the launches alone, on the stream that is current then."""
+        ready = self._ready.get(self._key(q, k, v, output, layer, context))
+        index = self._device_index
+        if not ready or index is None:
+            return None
+
+        def launch() -> None:
+            stream = torch_private.raw_stream(index)
+            for run, args in ready:
+                run(*args, stream=stream)
+
+        return launch
+
+    def _key(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+    ) -> tuple[Any, ...]:
+        """Return all that a launch is made from."""
+        return (
             layer,
             q.shape,
             context.uniform_query_len,
@@ -142,17 +189,6 @@ class TritonAttention(AttentionBackend):
             context.query_start_loc.data_ptr(),
             context.query_start_loc.shape,
         )
-        ready = self._ready.get(key)
-        if ready is None:
-            ready = self._first_forward(q, k, v, output, layer, context)
-            if len(self._ready) >= _MAX_READY:
-                self._ready.clear()
-            if ready:
-                self._ready[key] = ready
-            return None
-        for run, args in ready:
-            run(*args)
-        return None
 
     def _first_forward(
         self,

@@ -114,7 +114,9 @@ def plan_launch(
         tiles = rows // (tiling.block_m // shape.group) + min(num_reqs, rows)
     return LaunchPlan(
         single=single,
-        fused_write=not share_in_step and (single or rows <= tuning.fused_write_rows),
+        # A request of one row whose keys another request writes now would have had to know a token
+        # before it was computed: in single-token decode nothing is shared inside a step.
+        fused_write=single or (not share_in_step and rows <= tuning.fused_write_rows),
         tiling=tiling,
         tiles=tiles,
         splits=_splits(shape, tuning, tiling, tiles * shape.num_kv_heads, max_keys),
