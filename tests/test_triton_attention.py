@@ -121,7 +121,9 @@ def test_the_kernels_compile_for_hopper_without_a_gpu(
         spec(8, 2, dim), num_blocks=99, block_size=16, device=torch.device("cpu"), dtype=dtype
     )
     run(attention, make_step(attention, query_lens, query_lens, uniform_query_len=uniform))
-    assert len(compiled) == (1 if sum(query_lens) <= 128 else 2)
+    assert len(compiled) == (
+        1 if uniform == 1 else 2
+    )  # the cache is written in a launch of its own
     assert all(kernel.metadata.shared <= 227 << 10 for kernel in compiled)
 
 
