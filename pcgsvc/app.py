@@ -1,8 +1,9 @@
 """The command line.
 
 In: `sys.argv`. Out: an exit code: 0 done, 1 a job failed (verification included), 2 bad
-configuration. Every job of a sweep is composed and validated before Hydra creates a folder; then
-Hydra's own entry takes over for output folders, logging and multirun.
+configuration; of a sweep, 2 means that no job was run. Every job of a sweep is composed and
+validated before Hydra creates a folder; then Hydra's own entry takes over for output folders,
+logging and multirun, and calls `sweeps.task` for each job.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
@@ -29,14 +29,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from pcgsvc.compose import CONFIG_MODULE, compose_jobs, from_tree, register_schema, words_of
-from pcgsvc.errors import ConfigError, PcgError
+from pcgsvc.compose import CONFIG_MODULE, Command, compose_command, register_schema, words_of
+from pcgsvc.errors import ConfigError
 from pcgsvc.settings import help_text
+from pcgsvc.sweeps.outcome import BAD_CONFIG, FAILED, OK
 from pcgsvc.version import __version__
 
-logger = logging.getLogger(__name__)
-
-OK, FAILED, BAD_CONFIG = 0, 1, 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -64,9 +62,8 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "--config-path: pcgsvc needs its own settings; add yours with --config-dir."
             )
-        if not words.only_hydra:
-            _check(words)
-        return _hand_over(argv, words.config_dir)
+        command = None if words.only_hydra else _check(words)
+        return _hand_over(argv, words, command)
     except SystemExit as ended:  # argparse after a bad option, Hydra after its own help
         return ended.code if isinstance(ended.code, int) else FAILED
     except KeyboardInterrupt:
@@ -154,19 +151,19 @@ def _groups() -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def _check(words: _Words) -> None:
+def _check(words: _Words) -> Command:
     """Compose every job and check all of it that can be checked without building."""
-    from pcgsvc.preflight import check_jobs
+    from pcgsvc.preflight import check_command
 
     setup_globals()  # Hydra's resolvers, such as ${now:…}; the process is ours
-    check_jobs(
-        compose_jobs(
-            words.overrides,
-            multirun=words.multirun,
-            config_dir=words.config_dir,
-            config_name=words.config_name,
-        )
+    command = compose_command(
+        words.overrides,
+        multirun=words.multirun,
+        config_dir=words.config_dir,
+        config_name=words.config_name,
     )
+    check_command(command)
+    return command
 
 
 # ---- under Hydra ---------------------------------------------------------------------------------
@@ -180,35 +177,42 @@ class _PackagedSettings(SearchPathPlugin):
         search_path.append(provider="pcgsvc", path=CONFIG_MODULE)
 
 
-def _hand_over(argv: Sequence[str], config_dir: str | None) -> int:
-    """Let Hydra run the job, or the jobs of a sweep; return the worst exit code."""
-    from pcgsvc.report.sweep import Done, show_sweep
-    from pcgsvc.report.tables import console
-
-    jobs: list[Done] = []
-
-    def task(composed: DictConfig) -> int:
-        overrides = list(HydraConfig.get().overrides.task)
-        code, report = _job(composed)
-        jobs.append(Done(overrides=overrides, code=code, report=report))
-        return code
+def _hand_over(argv: Sequence[str], words: _Words, command: Command | None) -> int:
+    """Let Hydra run the job or the sweep, or show what it was asked for; return the exit code."""
+    from pcgsvc.sweeps.task import run_task
+    from pcgsvc.sweeps.whole import run_sweep
 
     register_schema()
     path = CONFIG_MODULE
-    if config_dir is not None:
-        path, argv = str(Path(config_dir).resolve()), _without_config_dir(argv)
+    if words.config_dir is not None:
+        path, argv = str(Path(words.config_dir).resolve()), _without_config_dir(argv)
         Plugins.instance().register(_PackagedSettings)
-    run = hydra.main(version_base="1.3", config_path=path, config_name="config")(task)
+    hydra_main = hydra.main(version_base="1.3", config_path=path, config_name="config")
+    codes: list[int] = []
+
+    def task(composed: DictConfig) -> int:
+        codes.append(run_task(composed, None))
+        return codes[-1]
+
+    def launch(each: Callable[[DictConfig], int], override: str) -> None:
+        # Hydra's parser wants all overrides in one run, so this one stands before the first.
+        at = argv.index(words.overrides[0]) if words.overrides else len(argv)
+        _run(hydra_main(each), [*argv[:at], override, *argv[at:]])
+
+    if command is not None and command.multirun:
+        return run_sweep(command, launch, _complain)
+    _run(hydra_main(task), argv)
+    return max(codes, default=OK)
+
+
+def _run(entry: Callable[[], Any], argv: Sequence[str]) -> None:
     with _hydra_raises(), _argv(argv):
         try:
-            run()
-        except OSError as error:  # a job's own are caught in `_job`
+            entry()
+        except OSError as error:  # a job's own are caught where it runs
             raise ConfigError(
                 f"hydra.run.dir: the output folder cannot be made or written: {error}"
             ) from error
-    if len(jobs) > 1:
-        show_sweep(console(), jobs)
-    return max((job.code for job in jobs), default=OK)
 
 
 def _without_config_dir(argv: Sequence[str]) -> list[str]:
@@ -239,28 +243,3 @@ def _hydra_raises() -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = before
-
-
-def _job(composed: DictConfig) -> tuple[int, dict[str, Any]]:
-    """Run one job; return its code and report, its errors as one readable message."""
-    from pcgsvc.jobs import run_job
-
-    hydra_config = HydraConfig.get()
-    try:
-        config = from_tree(composed)
-        folder = Path(hydra_config.runtime.output_dir)
-        with contextlib.chdir(hydra_config.runtime.cwd):  # paths mean what the shell meant
-            path = Path(config.report) if config.report else folder / "report.json"
-            report = run_job(config, path)
-    except Exception as error:  # a job's failure is its own: the next one runs
-        known = isinstance(error, PcgError)
-        hint = "" if known or hydra_config.verbose else " (hydra.verbose=true shows where)"
-        logger.error(
-            "%s: %s%s",
-            type(error).__name__,
-            str(error).strip(),
-            hint,
-            exc_info=error if hydra_config.verbose else None,
-        )
-        return (BAD_CONFIG if isinstance(error, ConfigError) else FAILED), {}
-    return OK, report

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,19 @@ SCHEMA = "pcgsvc_schema"
 
 _STORE_LOCK = threading.Lock()
 """Hydra's config store is process-wide; our entry is in it only while this lock is held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What a command line asks for."""
+
+    jobs: list[Config]
+    """In Hydra's order. Under a sweeper other than Hydra's basic one: the one job that stands for
+    what is the same in all of them."""
+    multirun: bool
+    """Whether it is a sweep, be it of one job."""
+    overrides: list[list[str]] | None
+    """The overrides of each job, without Hydra's own; None: only the sweeper knows its jobs."""
 
 
 def schema_node() -> DictConfig:
@@ -61,13 +75,13 @@ def compose(
         return from_tree(_load(loader, config_name, overrides))
 
 
-def compose_jobs(
+def compose_command(
     overrides: Sequence[str],
     *,
     multirun: bool,
     config_dir: str | None = None,
     config_name: str = "config",
-) -> list[Config]:
+) -> Command:
     """Compose every job that Hydra would run for a command line, in its order.
 
     Jobs of a sweeper other than Hydra's basic one cannot be known beforehand: what is the same in
@@ -85,11 +99,16 @@ def compose_jobs(
     with _loader(config_dir) as loader:
         whole = _load(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
         if not multirun and whole.hydra.mode is not RunMode.MULTIRUN:
-            jobs = [list(overrides)]
+            jobs, known = [list(overrides)], False
         else:
+            multirun = True
             _load(loader, config_name, overrides, RunMode.MULTIRUN)  # refuses hydra.x=1,2
-            jobs = _sweep(loader, whole.hydra.sweeper, overrides)
-        return [from_tree(_load(loader, config_name, job)) for job in jobs]
+            jobs, known = _sweep(loader, whole.hydra.sweeper, overrides)
+        return Command(
+            jobs=[from_tree(_load(loader, config_name, job)) for job in jobs],
+            multirun=multirun,
+            overrides=[[o for o in job if not _is_hydra(o)] for job in jobs] if known else None,
+        )
 
 
 def from_tree(tree: Any) -> Config:
@@ -157,8 +176,10 @@ def _load(
         )
 
 
-def _sweep(loader: ConfigLoaderImpl, sweeper: DictConfig, overrides: Sequence[str]) -> Any:
-    """Return the overrides of each job of a multirun."""
+def _sweep(
+    loader: ConfigLoaderImpl, sweeper: DictConfig, overrides: Sequence[str]
+) -> tuple[list[list[str]], bool]:
+    """Return the overrides of each job of a multirun, and whether these are all its jobs."""
     with _readable():
         own = [o for o in overrides if _is_hydra(o)]
         parser = OverridesParser.create(config_loader=loader)
@@ -166,9 +187,9 @@ def _sweep(loader: ConfigLoaderImpl, sweeper: DictConfig, overrides: Sequence[st
         swept = parser.parse_overrides(params + [o for o in overrides if not _is_hydra(o)])
         if not sweeper._target_.endswith(f".{BasicSweeper.__name__}"):
             fixed = [o.input_line for o in swept if not o.is_sweep_override()]
-            return [own + [line for line in fixed if line is not None]]
+            return [own + [line for line in fixed if line is not None]], False
         (batch,) = BasicSweeper.split_arguments(swept, max_batch_size=None)
-        return [own + job for job in batch]
+        return [own + job for job in batch], True
 
 
 def _is_hydra(override: str) -> bool:

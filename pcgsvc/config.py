@@ -114,6 +114,7 @@ class Job(enum.Enum):
     COMPILE = "compile"
     PLAN = "plan"
     CACHE = "cache"
+    COMPARE = "compare"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -285,6 +286,27 @@ class BenchConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SweepConfig:
+    """How the jobs of a sweep (`-m`) are run; a single job reads none of it."""
+
+    isolate: bool = True
+    """Run each job in a process of its own, which starts with no CUDA memory in use and whose end,
+    whatever it is, does not end the sweep; what it prints goes to `output.txt` in its folder.
+    `false`: in the sweep's process, for debuggers and profilers."""
+    timeout_s: float | None = None
+    """How long one isolated job may take, in seconds; after that it is ended and has failed. None:
+    as long as it takes. At least 1."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CompareConfig:
+    """What `job=compare` reads."""
+
+    reports: list[str] = field(default_factory=list)
+    """Paths of reports; a folder stands for every `report.json` below it."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """All settings of one job."""
 
@@ -298,6 +320,8 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
     on_uncovered: OnUncovered = OnUncovered.RUN
     """A call that no graph serves: `run` it uncaptured and count it, or raise an `error`."""
     outputs: Outputs = Outputs.CLONE
@@ -312,7 +336,8 @@ class Config:
     strict: bool = False
     """Anything asked for that is not being done is an error, not a warning."""
     job: Job = Job.RUN
-    """`run`, `compile` (fill the cache), `plan` or `cache` (see `cache.action`)."""
+    """`run`, `compile` (fill the cache), `plan`, `cache` (see `cache.action`) or `compare` (one
+    table of existing reports)."""
     prompt: str | None = None
     """Text that a model with a tokenizer continues after `job=run` has verified it."""
     max_new_tokens: int = 48
@@ -558,6 +583,7 @@ def validate(config: Config, *, device_type: str) -> None:
         ("cache.lock_timeout_s", config.cache.lock_timeout_s, 0),
         ("compiler.threads", config.compiler.threads, 1),
         ("bench.repeats", config.bench.repeats, 1),
+        ("sweep.timeout_s", config.sweep.timeout_s, 1),
         ("max_new_tokens", config.max_new_tokens, 1),
         ("seed", config.seed, 0),
     ):

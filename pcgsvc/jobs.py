@@ -19,6 +19,8 @@ from pcgsvc.config import Config, Job, copy
 from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.generate import generate_ids
 from pcgsvc.pipeline import build_from_config, prepare_only
+from pcgsvc.report.comparison import show_and_write
+from pcgsvc.report.existing import read_reports, rows_of
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import plan_report, write_report
 from pcgsvc.report.tables import console, show_place, show_report, show_text
@@ -39,12 +41,20 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.PLAN: _plan,
         Job.COMPILE: _compile,
         Job.CACHE: _cache,
+        Job.COMPARE: _compare,
     }
     return jobs[config.job](config, report_path, console())
 
 
 def _cache(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     cache_job(config, out)
+    return {}
+
+
+def _compare(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    """Compare existing reports; the files go where a report would."""
+    rows = rows_of(read_reports(config.compare.reports))
+    show_and_write(out, "comparison", rows, report_path.parent)
     return {}
 
 

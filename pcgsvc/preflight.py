@@ -1,14 +1,14 @@
 """Everything about a config that can be judged without building, before any output is written.
 
-In: composed configs. Out: nothing, or a `ConfigError`. Knows nothing of Hydra.
+In: a composed command. Out: nothing, or a `ConfigError`. Knows nothing of Hydra.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
+from pcgsvc.compose import Command
 from pcgsvc.config import Config, Job, resolve, validate
 from pcgsvc.devices import device_of, dtype_of
 from pcgsvc.dispatch import resolve_mode
@@ -17,18 +17,23 @@ from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.registry import registered_names
 from pcgsvc.partition.fx import canonical_op_name
+from pcgsvc.report.existing import read_reports
+from pcgsvc.report.plots import has_matplotlib
 from pcgsvc.torch_private import op_exists
 
 
-def check_jobs(configs: Sequence[Config]) -> None:
+def check_command(command: Command) -> None:
     """Check every job of a command line, and that no job would write over another's report.
 
     Raises:
         ConfigError: as `check`; of several jobs, the message says which.
     """
+    configs = command.jobs
     for at, config in enumerate(configs):
         try:
             check(config)
+            if command.multirun:
+                _check_sweep(config)
         except ConfigError as error:
             where = f" (job {at + 1} of {len(configs)}; none was run)" if len(configs) > 1 else ""
             raise ConfigError(f"{error}{where}") from error
@@ -52,7 +57,41 @@ def check(config: Config) -> None:
     _check_op_names(resolved)
     _check_paths(resolved)
     _check_prompt(resolved)
+    _check_compare(resolved)
     _check_strict(resolved)
+
+
+def _check_sweep(config: Config) -> None:
+    """Refuse what a sweep could not do as asked."""
+    if config.sweep.timeout_s is not None and not config.sweep.isolate:
+        raise ConfigError(
+            "sweep.timeout_s: set with sweep.isolate=false, where a job cannot be ended; leave one "
+            "of them out."
+        )
+    _check_picture(config)
+
+
+def _check_compare(config: Config) -> None:
+    """Read the reports that are to be compared, before anything is written."""
+    if config.job is not Job.COMPARE:
+        if config.compare.reports:
+            raise ConfigError(
+                f"compare.reports: set, but job={config.job.value} does not read it; use "
+                "job=compare."
+            )
+        return
+    if config.report is not None:
+        raise ConfigError("report: job=compare writes none; its files go to hydra.run.dir.")
+    read_reports(config.compare.reports)
+    _check_picture(config)
+
+
+def _check_picture(config: Config) -> None:
+    if config.strict and not has_matplotlib():
+        raise ConfigError(
+            "strict=true, and sweep.png cannot be drawn: matplotlib is not installed (pip install "
+            "matplotlib)."
+        )
 
 
 def _check_strict(config: Config) -> None:

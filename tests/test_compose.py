@@ -22,7 +22,7 @@ from hydra.version import VersionBase
 from omegaconf import OmegaConf
 
 import pcgsvc
-from pcgsvc.compose import SCHEMA, compose, compose_jobs
+from pcgsvc.compose import SCHEMA, compose, compose_command
 from pcgsvc.config import CacheMode, Compiler, Config, Mode
 from pcgsvc.errors import ConfigError
 from pcgsvc.settings import walk
@@ -248,7 +248,9 @@ def modes_and_sizes(jobs: list[Config]) -> list[tuple[str, list[int] | None]]:
 
 
 def test_a_sweep_is_the_product_of_its_values_in_hydras_order() -> None:
-    jobs = compose_jobs(["capture.sizes=[1],[1,2]", "mode=full,none", "seed=5"], multirun=True)
+    words = ["capture.sizes=[1],[1,2]", "mode=full,none", "seed=5"]
+    command = compose_command([*words, "hydra.verbose=true"], multirun=True)
+    jobs = command.jobs
     assert modes_and_sizes(jobs) == [
         ("full", [1]),
         ("none", [1]),
@@ -256,20 +258,27 @@ def test_a_sweep_is_the_product_of_its_values_in_hydras_order() -> None:
         ("none", [1, 2]),
     ]
     assert {job.seed for job in jobs} == {5}
+    assert command.multirun
+    assert command.overrides is not None
+    assert command.overrides[1] == ["capture.sizes=[1]", "mode=none", "seed=5"]
 
 
 def test_one_job_without_a_sweep() -> None:
-    assert compose_jobs(["mode=none"], multirun=False) == [Config(mode=Mode.NONE)]
-    assert compose_jobs(["mode=none"], multirun=True) == [Config(mode=Mode.NONE)]
+    one = compose_command(["mode=none"], multirun=False)
+    swept = compose_command(["mode=none"], multirun=True)
+    assert one.jobs == swept.jobs == [Config(mode=Mode.NONE)]
+    assert (one.multirun, swept.multirun) == (False, True)
 
 
 def test_hydra_mode_multirun_is_a_sweep_as_well() -> None:
-    jobs = compose_jobs(["mode=full,none", "hydra.mode=MULTIRUN"], multirun=False)
+    command = compose_command(["mode=full,none", "hydra.mode=MULTIRUN"], multirun=False)
+    jobs = command.jobs
+    assert command.multirun
     assert [job.mode for job in jobs] == [Mode.FULL, Mode.NONE]
 
 
 def test_a_sweep_over_a_group_and_a_glob() -> None:
-    jobs = compose_jobs(["attention=glob(*)", "seed=range(2)"], multirun=True)
+    jobs = compose_command(["attention=glob(*)", "seed=range(2)"], multirun=True).jobs
     assert sorted({job.attention.name for job in jobs}) == sorted(
         Path(o).stem for o in OPTIONS if o.startswith("attention/")
     )
@@ -283,10 +292,10 @@ def test_sweep_parameters_in_a_users_yaml_are_jobs(yaml_dir: Callable[..., str])
         hydra: {mode: MULTIRUN, sweeper: {params: {mode: "full,none", seed: 1}}}
         """
     )
-    jobs = compose_jobs([], multirun=False, config_dir=folder, config_name="mine")
+    jobs = compose_command([], multirun=False, config_dir=folder, config_name="mine").jobs
     assert [(job.mode, job.seed) for job in jobs] == [(Mode.FULL, 1), (Mode.NONE, 1)]
     with pytest.raises(ConfigError, match=r"^mode: got 'nope'"):
-        compose_jobs(["mode=full,nope"], multirun=False, config_dir=folder, config_name="mine")
+        compose_command(["mode=full,nope"], multirun=False, config_dir=folder, config_name="mine")
 
 
 def test_what_another_sweeper_keeps_fixed_is_composed(yaml_dir: Callable[..., str]) -> None:
@@ -297,10 +306,11 @@ def test_what_another_sweeper_keeps_fixed_is_composed(yaml_dir: Callable[..., st
         """
     )
     there: dict[str, Any] = {"multirun": True, "config_dir": folder, "config_name": "mine"}
-    (job,) = compose_jobs(["mode=full,none", "seed=4"], **there)
-    assert job.seed == 4
+    command = compose_command(["mode=full,none", "seed=4"], **there)
+    assert [job.seed for job in command.jobs] == [4]
+    assert command.overrides is None
     with pytest.raises(ConfigError, match=r"^strict: got 'maybe'"):
-        compose_jobs(["mode=full,none", "strict=maybe"], **there)
+        compose_command(["mode=full,none", "strict=maybe"], **there)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +325,7 @@ def test_what_another_sweeper_keeps_fixed_is_composed(yaml_dir: Callable[..., st
 )
 def test_a_bad_value_anywhere_in_a_sweep_is_one_config_error(overrides: list[str]) -> None:
     with pytest.raises(ConfigError):
-        compose_jobs(overrides, multirun=True)
+        compose_command(overrides, multirun=True)
 
 
 # ---- a host that uses Hydra ----------------------------------------------------------------------

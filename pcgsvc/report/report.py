@@ -5,9 +5,6 @@ In: the stages' results. Out: plain dicts of JSON types. Knows nothing of tables
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +13,7 @@ import torch
 
 from pcgsvc.config import Mode, to_dict
 from pcgsvc.partition.pieces import Kind
+from pcgsvc.report.files import write_json
 from pcgsvc.version import __version__
 
 if TYPE_CHECKING:
@@ -110,14 +108,4 @@ def device_words(device: torch.device) -> str:
 
 def write_report(report: dict[str, Any], path: Path) -> None:
     """Write a report in one step: the file is whole or as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_json(path, report)

@@ -1,83 +1,168 @@
-"""The table at the end of a sweep: one row per job, so that jobs can be compared.
+"""The table that compares jobs: one row per job.
 
-In: what every job asked for, and its report. Out: a table on a console. Knows nothing of Hydra.
+In: rows and their costs. Out: a table on a console. Knows nothing of Hydra or files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
+from pcgsvc.report.costs import KINDS, Cost, Kind
+from pcgsvc.report.rows import Facts, Row, Step
 
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """One job of a sweep."""
-
-    overrides: list[str]
-    code: int
-    report: dict[str, Any]
-    """Empty if the job failed before it had one."""
+Cell = Callable[[Facts, Cost], str]
 
 
-def show_sweep(out: Console, jobs: list[Done]) -> None:
-    """Print one row per job; of the overrides only those in which the jobs differ."""
-    common = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs))
-    table = Table(title="sweep", title_justify="left", box=None, pad_edge=False)
-    table.add_column("job", justify="right")
-    table.add_column("differs in", overflow="fold")
-    for name in (
-        "reg/bound",
-        "unique",
-        "kernels",
-        "compile s",
-        "graphs",
-        "MiB",
-        "pw µs",
-        "full µs",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    for at, job in enumerate(jobs):
-        words = " ".join(o for o in job.overrides if o not in common) or "-"
-        table.add_row(str(at), words, *_cells(job.report), _result(job))
+@dataclass(frozen=True)
+class _Column:
+    name: str
+    cell: Cell
+    weight: int
+    """In a narrow terminal columns of the least weight go first."""
+
+
+def show_jobs(out: Console, title: str, rows: Sequence[Row], costs: Sequence[Cost | None]) -> None:
+    """Print one row per job, then what went wrong in those that failed."""
+    size = _common_size(costs)
+    columns = _columns(rows, size)
+    table = _table(title, rows, costs, columns)
+    while columns and Measurement.get(out, out.options, table).minimum > out.width:
+        columns.remove(min(columns, key=lambda c: c.weight))
+        table = _table(title, rows, costs, columns)
     out.print()
     out.print(table)
-    out.print(
-        "kernels: per step; compile: trace, split, compile and load; µs: per step at the largest "
-        "size, pw: piecewise",
-        style="dim",
-    )
+    out.print(_legend(rows, costs, columns, size), style="dim")
+    for row in rows:
+        if row.reason:
+            where = f" [{row.output}]" if row.output else ""
+            out.print(f"job {row.name} {row.status}: {row.reason}{where}", markup=False)
 
 
-def _cells(report: dict[str, Any]) -> list[str]:
-    if not report:
-        return [""] * 8
-    partition, compile_ = report["partition"], report["compile"]
-    seconds = compile_["seconds"]
-    made = sum(seconds.get(k, 0.0) for k in ("trace", "split", "compile", "load"))
-    graphs = report.get("graphs", {})
-    return [
-        f"{partition['num_regions']}/{partition['num_boundaries']}",
-        str(partition["num_unique_pieces"]),
-        str(compile_.get("num_kernels", "")),
-        f"{made:.2f} {compile_['start']}",
-        str(graphs.get("num_graphs", "")),
-        f"{graphs['pool_bytes'] / 2**20:.1f}" if graphs else "",
-        _step(report, "piecewise"),
-        _step(report, "full"),
+def _table(
+    title: str, rows: Sequence[Row], costs: Sequence[Cost | None], columns: Sequence[_Column]
+) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table.add_column("job", justify="right", overflow="fold")
+    table.add_column("differs in", overflow="fold")
+    for column in columns:
+        table.add_column(column.name, justify="right", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    for row, cost in zip(rows, costs, strict=True):
+        words = " ".join(f"{key}={value}" for key, value in row.differs.items()) or "-"
+        cells = [
+            "" if row.facts is None or cost is None else column.cell(row.facts, cost)
+            for column in columns
+        ]
+        name = f"{row.name}*" if cost is not None and cost.front else row.name
+        table.add_row(name, escape(words), *cells, _result(row))
+    return table
+
+
+def _columns(rows: Sequence[Row], size: int | None) -> list[_Column]:
+    """Return the columns that tell something of these jobs."""
+    facts = [row.facts for row in rows if row.facts is not None]
+    columns = [
+        _Column("mode", lambda f, c: str(f.report["mode"]["resolved"]), 4),
+        _Column("reg/bound", _split, 2),
+        _Column("kernels", lambda f, c: str(f.report["compile"].get("num_kernels", "")), 1),
+        _Column("graphs", lambda f, c: str((f.graphs or {}).get("num_graphs", "")), 8),
+        _Column("MiB", lambda f, c: _mib(c.memory_bytes), 9),
+        _Column("start s", lambda f, c: f"{f.start_s:.2f} {f.report['compile']['start']}", 7),
+        _Column("served %", lambda f, c: _percent(c.served), 5),
+        _Column("pad %", lambda f, c: _percent(c.padding), 5),
     ]
+    if all(f.report["mode"]["resolved"] == f.report["mode"]["requested"] for f in facts):
+        columns.pop(0)  # the mode was asked for: it stands among the differences, or is one for all
+    if any(step.step_us is not None for f in facts for step in f.steps):
+        columns += [
+            _Column("decode µs", lambda f, c: _time(c, "decode", size, "step_us"), 10),
+            _Column("mixed µs", lambda f, c: _time(c, "mixed", size, "step_us"), 6),
+            _Column("host µs", lambda f, c: _time(c, "decode", size, "host_us"), 3),
+            _Column("x plain", lambda f, c: _speedup(c, size), 7),
+        ]
+    return columns if facts else []
 
 
-def _step(report: dict[str, Any], mode: str) -> str:
-    rows = [r for r in report.get("bench", []) if r["mode"] == mode]
-    return f"{max(rows, key=lambda r: r['size'])['step_us']:.0f}" if rows else ""
+def _common_size(costs: Sequence[Cost | None]) -> int | None:
+    """Return the largest size that every job with any entry has captured."""
+    found = [
+        {step.size for kind in KINDS for step in cost.ladder.steps(kind)} for cost in costs if cost
+    ]
+    sizes = [one for one in found if one]
+    return max(set.intersection(*sizes), default=None) if sizes else None
 
 
-def _result(job: Done) -> str:
-    if job.code:
-        return f"failed (exit {job.code})"
-    rows = job.report.get("verify")
-    return "done" if not rows else f"verified {sum(r['ok'] for r in rows)}/{len(rows)}"
+def _entry(cost: Cost, kind: Kind, size: int | None) -> Step | None:
+    steps = cost.ladder.steps(kind)
+    return next((s for s in steps if s.size == size), None if size or not steps else steps[-1])
+
+
+def _split(facts: Facts, cost: Cost) -> str:
+    partition = facts.report["partition"]
+    return f"{partition['num_regions']}/{partition['num_boundaries']}"
+
+
+def _mib(number: int | None) -> str:
+    return "" if number is None else f"{number / 2**20:.1f}"
+
+
+def _percent(shares: Mapping[Kind, float | None]) -> str:
+    """Return a share of decode batches and of all others, or one figure if they are equal."""
+    words = ["-" if (share := shares[kind]) is None else f"{100 * share:.0f}" for kind in KINDS]
+    return words[0] if words[0] == words[1] else "/".join(words)
+
+
+def _time(cost: Cost, kind: Kind, size: int | None, which: str) -> str:
+    step = _entry(cost, kind, size)
+    time = None if step is None else getattr(step, which)
+    return "" if time is None else f"{time:.0f}" if time >= 100 else f"{time:.1f}"
+
+
+def _speedup(cost: Cost, size: int | None) -> str:
+    step = _entry(cost, "decode", size)
+    return f"{step.speedup:.2f}" if step is not None and step.speedup else ""
+
+
+def _result(row: Row) -> str:
+    if not row.ok:
+        return f"[red]{row.status}[/]" if row.status == "failed" else f"[yellow]{row.status}[/]"
+    verified = row.facts.verified if row.facts is not None else None
+    return "done" if not verified or not verified[1] else f"verified {verified[0]}/{verified[1]}"
+
+
+def _legend(
+    rows: Sequence[Row],
+    costs: Sequence[Cost | None],
+    columns: Sequence[_Column],
+    size: int | None,
+) -> str:
+    """Explain the columns that are there."""
+    names, words = {column.name for column in columns}, []
+    limit = max((cost.limit for cost in costs if cost), default=0)
+    if any(cost is not None and cost.front for cost in costs):
+        words.append("*: on the Pareto front of memory and mean decode step")
+    if "MiB" in names:
+        words.append("MiB: what the graphs hold")
+    if "start s" in names:
+        words.append("start: until the runner is ready")
+    if "pad %" in names and limit:
+        words.append(
+            f"served: by a graph, pad: rows of padding, batches of 1 to {limit} tokens counting "
+            "equally"
+        )
+    if "decode µs" in names:
+        at = f"at {size} tokens" if size else "at each job's largest size"
+        words.append(
+            f"µs: per step {at}; decode: uniform batches; host: until it is enqueued; x plain: "
+            "times faster than the module"
+        )
+    graphs = [row.facts.graphs for row in rows if row.facts is not None]
+    if any(g is not None and g["backend"] == "recorded" for g in graphs):
+        words.append("recorded graphs are the CPU's stand-in and say nothing of CUDA graphs' speed")
+    return "\n".join(words)

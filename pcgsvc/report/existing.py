@@ -1,0 +1,105 @@
+"""Reports that lie on disk, for a comparison.
+
+In: paths. Out: rows, or a `ConfigError` that names the file. Knows nothing of Hydra or tables.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pcgsvc.errors import ConfigError
+from pcgsvc.report.rows import Facts, Row, differing_settings, facts_of
+
+SETTING = "compare.reports"
+
+
+@dataclass(frozen=True)
+class Existing:
+    """One report that was found and is whole."""
+
+    path: Path
+    facts: Facts
+
+
+def read_reports(paths: Sequence[str]) -> list[Existing]:
+    """Read reports; a folder stands for every `report.json` below it, by natural order.
+
+    Raises:
+        ConfigError: a path is missing, stands twice, or is no whole report of schema 1.
+    """
+    if not paths:
+        raise ConfigError(
+            f"{SETTING}: got [], paths of reports are needed, such as "
+            f"{SETTING}='[a.json,multirun/2026-01-31]'."
+        )
+    found: list[Path] = []
+    for word in paths:
+        for path in _files(word):
+            if any(path.samefile(other) for other in found):
+                raise ConfigError(f"{SETTING}: '{path}' stands there twice; name it once.")
+            found.append(path)
+    return [Existing(path, _read(path)) for path in found]
+
+
+def rows_of(reports: Sequence[Existing]) -> list[Row]:
+    """Return a row per report, numbered in their order."""
+    differs = differing_settings([one.facts.report for one in reports])
+    return [
+        Row(
+            name=str(at),
+            differs=differs[at],
+            status="failed" if _is_wrong(one.facts) else "done",
+            reason="its replay differs from plain execution" if _is_wrong(one.facts) else None,
+            place=str(one.path),
+            facts=one.facts,
+        )
+        for at, one in enumerate(reports)
+    ]
+
+
+def _is_wrong(facts: Facts) -> bool:
+    verified = facts.verified
+    return verified is not None and verified[0] < verified[1]
+
+
+def _files(word: str) -> list[Path]:
+    path = Path(word)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(f"{SETTING}: '{word}' does not exist.")
+    files = [p for p in path.rglob("report.json") if p.is_file()]
+    if not files:
+        raise ConfigError(f"{SETTING}: there is no report.json in '{word}' or below it.")
+    return sorted(files, key=_natural)
+
+
+def _natural(path: Path) -> list[Any]:
+    """Sort 10 behind 2."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(int(p), "") if p.isdigit() else (-1, p) for p in parts]
+
+
+def _read(path: Path) -> Facts:
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+    except OSError as error:
+        raise ConfigError(f"{SETTING}: '{path}' cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{SETTING}: '{path}' is no JSON, or is cut off ({error}); name reports that pcgsvc "
+            "wrote."
+        ) from error
+    try:
+        return facts_of(report)
+    except ConfigError as error:
+        raise ConfigError(f"{SETTING}: '{path}' is no report to compare: {error}") from error
+
+
+def _refuse(word: str) -> float:
+    raise ValueError(f"{word} is no JSON")

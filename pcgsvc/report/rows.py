@@ -1,0 +1,229 @@
+"""What one report says, as the row of a table that compares jobs.
+
+In: a report, or a job that has none. Out: a `Row`. Knows nothing of files, Hydra, tables or plots.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pcgsvc.disk.reports import flatten
+from pcgsvc.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One captured entry. Times are microseconds per step; None where the job took none."""
+
+    mode: str
+    size: int
+    """Rows that it holds, in tokens."""
+    step_us: float | None = None
+    """Per step of a run back to back."""
+    host_us: float | None = None
+    """Until everything is enqueued."""
+    plain_us: float | None = None
+    """The module itself, without graphs, on the same inputs."""
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the module; None where either was not timed."""
+        return self.plain_us / self.step_us if self.plain_us and self.step_us else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a report says of the job that wrote it."""
+
+    report: Mapping[str, Any]
+    """All of it, schema 1."""
+    steps: list[Step]
+    """Every captured entry, by mode and size."""
+
+    @property
+    def graphs(self) -> Mapping[str, Any] | None:
+        """The report's words on captured graphs; None: the job captured none by intent."""
+        return self.report.get("graphs")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What the graphs hold: the device's memory where it is told, else their pool's."""
+        graphs = self.graphs
+        return None if graphs is None else max(graphs["pool_bytes"], graphs["device_bytes"])
+
+    @property
+    def start_s(self) -> float:
+        """Seconds from the start of the build until the runner was ready."""
+        return float(self.report["compile"]["seconds"]["total"])
+
+    @property
+    def verified(self) -> tuple[int, int] | None:
+        """How many entries were found right, of how many; None: none was looked at."""
+        rows = self.report.get("verify")
+        return None if rows is None else (sum(row["ok"] for row in rows), len(rows))
+
+    @property
+    def query_len(self) -> int:
+        """Tokens per request in a uniform batch."""
+        return int(self.report["config"].get("capture", {}).get("uniform_query_len", 1))
+
+    @property
+    def subject(self) -> str:
+        """What was run, on what: only jobs in which this is the same can be compared by time."""
+        report, config = self.report, self.report["config"]
+        model, attention = config.get("model"), config.get("attention")
+        return json.dumps(
+            [report["device"], config.get("dtype"), model, attention and attention.get("name")],
+            sort_keys=True,
+        )
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One job among those that are compared."""
+
+    name: str
+    """Its number in a sweep, or its report's path."""
+    differs: dict[str, str]
+    """In what it differs from the others, by setting."""
+    status: str
+    """`done`, `failed`, `interrupted` or `not run`."""
+    reason: str | None = None
+    """What went wrong."""
+    overrides: list[str] = field(default_factory=list)
+    place: str | None = None
+    """Path of its report; None: there is none."""
+    output: str | None = None
+    """Path of what it printed; None: not kept."""
+    wall_s: float | None = None
+    """Seconds from start to end of its process."""
+    peak_host_bytes: int | None = None
+    facts: Facts | None = None
+    """None: there is no report."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether its figures may be relied on."""
+        return self.status == "done"
+
+
+_PLACES: dict[str, type | tuple[type, ...]] = {
+    "pcgsvc": str,
+    "torch": str,
+    "device": str,
+    "config": dict,
+    "mode.requested": str,
+    "mode.resolved": str,
+    "mode.decode": str,
+    "mode.mixed": str,
+    "partition.strategy": str,
+    "partition.num_regions": int,
+    "partition.num_boundaries": int,
+    "partition.num_unique_pieces": int,
+    "compile.compiler": str,
+    "compile.start": str,
+    "compile.num_traces": int,
+    "compile.num_compiled": int,
+    "compile.num_loaded": int,
+    "compile.seconds": dict,
+    "compile.seconds.total": (int, float),
+}
+_GRAPH_PLACES: dict[str, type | tuple[type, ...]] = {
+    "graphs.backend": str,
+    "graphs.num_graphs": int,
+    "graphs.by_mode": dict,
+    "graphs.sizes": list,
+    "graphs.skipped": list,
+    "graphs.pool_bytes": int,
+    "graphs.device_bytes": int,
+}
+"""What is read of a report, and its kind."""
+
+
+def facts_of(report: Any) -> Facts:
+    """Read a report.
+
+    Raises:
+        ConfigError: it is no whole report of schema 1; the message says what is wrong with it.
+    """
+    if not isinstance(report, Mapping):
+        raise ConfigError(f"it holds {type(report).__name__}, and a report is a JSON object.")
+    if report.get("schema") != 1:
+        raise ConfigError(
+            f"its schema is {report.get('schema')!r}, and this version of pcgsvc reads schema 1."
+        )
+    for path, kind in (_PLACES | (_GRAPH_PLACES if "graphs" in report else {})).items():
+        _need(report, path, kind)
+    steps: dict[tuple[str, int], dict[str, Any]] = {}
+    for name, extra in (("verify", ("ok",)), ("bench", ("step_us", "host_us", "plain_us"))):
+        for row in _rows(report, name, ("mode", "size", *extra)):
+            times = {key: float(row[key]) for key in extra if key != "ok"}
+            steps.setdefault((row["mode"], row["size"]), {}).update(times)
+    return Facts(
+        report=report,
+        steps=[Step(mode=mode, size=size, **steps[mode, size]) for mode, size in sorted(steps)],
+    )
+
+
+def _need(report: Mapping[str, Any], path: str, kind: type | tuple[type, ...]) -> None:
+    value: Any = report
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise ConfigError(f"it is no whole report: {path} is missing.")
+        value = value[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ConfigError(f"it is no whole report: {path} is {value!r}.")
+
+
+def _rows(report: Mapping[str, Any], name: str, keys: Sequence[str]) -> list[Mapping[str, Any]]:
+    rows = report.get(name, [])
+    whole = isinstance(rows, list) and all(
+        isinstance(row, Mapping) and all(_fits(key, row.get(key)) for key in keys) for row in rows
+    )
+    if not whole:
+        raise ConfigError(
+            f"it is no whole report: every entry of {name} has {', '.join(keys)}, and not all of "
+            "these do."
+        )
+    return list(rows)
+
+
+def _fits(key: str, value: Any) -> bool:
+    kinds: dict[str, Any] = {"mode": str, "size": int, "ok": bool}
+    return isinstance(value, kinds.get(key, (int, float)))
+
+
+# ---- differences ---------------------------------------------------------------------------------
+
+
+def differing_overrides(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+    """Return, of each job's overrides, those that not all jobs have, as setting and value."""
+    common = set(jobs[0]).intersection(*jobs) if jobs else set()
+    parted = [[word.partition("=") for word in job if word not in common] for job in jobs]
+    return [{key: value for key, _, value in words} for words in parted]
+
+
+def differing_settings(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return, of each report, the resolved settings and the circumstances that not all share."""
+    flat = []
+    for report in reports:
+        settings = flatten(report["config"])
+        facts = {name: report[name] for name in ("pcgsvc", "torch", "device")}
+        flat.append(
+            {k: v for k, v in settings.items() if k.partition(".")[0] not in _NO_DIFFERENCE} | facts
+        )
+    names = sorted({name for one in flat for name in one})
+    differing = [n for n in names if len({_word(one.get(n)) for one in flat}) > 1]
+    return [{name: _word(one.get(name)) for name in differing} for one in flat]
+
+
+_NO_DIFFERENCE = ("report", "sweep", "compare")
+"""Settings, or whole groups, that say nothing of what was run."""
+
+
+def _word(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,109 @@
+"""What is known of each job of a sweep, on disk, whichever process ran it.
+
+In: a sweep's folder. Out: a `Record` per job. Knows nothing of Hydra, processes or reports.
+
+A record is written as `running` before its job starts and again when it ends, so that a job whose
+process was lost has left a trace.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pcgsvc.report.files import write_json
+
+NAME = "job.json"
+"""A record's file, in its job's folder."""
+
+
+class Status(enum.Enum):
+    """What became of a job."""
+
+    DONE = "done"
+    FAILED = "failed"
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One job of a sweep."""
+
+    sweep: str
+    """Which sweep; folders of an earlier one may lie beside it."""
+    number: int
+    """Its place in the sweep, from 0."""
+    overrides: list[str]
+    folder: str
+    """Absolute."""
+    status: Status = Status.RUNNING
+    reason: str | None = None
+    """What went wrong; None if nothing did."""
+    seconds: float = 0.0
+    """Wall time, the start of its process included."""
+    peak_host_bytes: int | None = None
+    """The most memory that its process held; None: not known."""
+    report: str | None = None
+    """Absolute path of its report; None: it wrote none."""
+    output: str | None = None
+    """Absolute path of what it printed; None: it printed into the sweep's own output."""
+
+
+def write_record(record: Record) -> None:
+    """Write a job's record into its folder."""
+    tree = {**asdict(record), "status": record.status.value}
+    write_json(Path(record.folder) / NAME, tree)
+
+
+def read_records(
+    folder: Path, sweep: str, overrides: Sequence[list[str]] | None, *, interrupted: bool
+) -> list[Record]:
+    """Return a record per job, by number; jobs that left none are `NOT_RUN`.
+
+    Args:
+        folder: of the sweep.
+        sweep: which one; records of others are passed over.
+        overrides: of each job that there should be; None: whatever has left a record.
+        interrupted: whether the sweep was ended from outside.
+    """
+    found = {}
+    for path in folder.rglob(NAME):
+        record = _read(path)
+        if record is not None and record.sweep == sweep:
+            found[record.number] = _ended(record, interrupted=interrupted)
+    for number, words in enumerate(overrides or []):
+        missing = Record(
+            sweep=sweep,
+            number=number,
+            overrides=words,
+            folder=str(folder),
+            status=Status.NOT_RUN,
+            reason="the sweep was interrupted" if interrupted else "the launcher never started it",
+        )
+        found.setdefault(number, missing)
+    return [found[number] for number in sorted(found)]
+
+
+def _read(path: Path) -> Record | None:
+    """Return a record; None for any other file of that name."""
+    try:
+        tree = json.loads(path.read_text())
+        return Record(**{**tree, "status": Status(tree["status"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _ended(record: Record, *, interrupted: bool) -> Record:
+    """Say what became of a job that never reported its end."""
+    if record.status is not Status.RUNNING:
+        return record
+    if interrupted:
+        return replace(record, status=Status.INTERRUPTED, reason="the sweep was interrupted")
+    return replace(
+        record, status=Status.FAILED, reason="the process that ran it ended without a word"
+    )
