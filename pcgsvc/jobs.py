@@ -54,7 +54,8 @@ def _cache(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 def _compare(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     """Compare existing reports; the files go where a report would."""
     rows = rows_of(read_reports(config.compare.reports))
-    show_and_write(out, "comparison", rows, report_path.parent)
+    title = f"comparison of {len(rows)} report{'s' if len(rows) > 1 else ''}"
+    show_and_write(out, title, rows, report_path.parent)
     return {}
 
 

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 
 from pcgsvc.report.costs import KINDS, Cost, Kind
 from pcgsvc.report.rows import Facts, Row, Step
+
+_GAP = 2
+"""Characters between two columns, as rich sets them."""
+_FOLDED = 32
+"""Characters of a setting that stay on one line in a narrow terminal."""
 
 Cell = Callable[[Facts, Cost], str]
 
@@ -32,7 +36,7 @@ def show_jobs(out: Console, title: str, rows: Sequence[Row], costs: Sequence[Cos
     size = _common_size(costs)
     columns = _columns(rows, size)
     table = _table(title, rows, costs, columns)
-    while columns and Measurement.get(out, out.options, table).minimum > out.width:
+    while columns and _least_width(table) > out.width:
         columns.remove(min(columns, key=lambda c: c.weight))
         table = _table(title, rows, costs, columns)
     out.print()
@@ -48,20 +52,36 @@ def _table(
     title: str, rows: Sequence[Row], costs: Sequence[Cost | None], columns: Sequence[_Column]
 ) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    table.add_column("job", justify="right", overflow="fold")
-    table.add_column("differs in", overflow="fold")
-    for column in columns:
-        table.add_column(column.name, justify="right", no_wrap=True)
-    table.add_column("result", no_wrap=True)
+    lines = []
     for row, cost in zip(rows, costs, strict=True):
+        name = f"{row.name}*" if cost is not None and cost.front else row.name
         words = " ".join(f"{key}={value}" for key, value in row.differs.items()) or "-"
         cells = [
             "" if row.facts is None or cost is None else column.cell(row.facts, cost)
             for column in columns
         ]
-        name = f"{row.name}*" if cost is not None and cost.front else row.name
-        table.add_row(name, escape(words), *cells, _result(row))
+        lines.append([name, words, *cells, _result(row)])
+    for at, header in enumerate(("job", "differs in", *(c.name for c in columns), "result")):
+        widest = max(len(header), *(len(line[at]) for line in lines))
+        folds = header == "differs in"
+        word = max(len(word) for line in lines for word in line[at].split(" "))
+        table.add_column(
+            header,
+            justify="left" if folds or header == "result" else "right",
+            overflow="fold",
+            no_wrap=not folds,
+            min_width=min(word, _FOLDED) if folds else widest,
+        )
+    for row, line in zip(rows, lines, strict=True):
+        style = "" if row.ok else "red" if row.status == "failed" else "yellow"
+        table.add_row(*(escape(cell) for cell in line), style=style)
     return table
+
+
+def _least_width(table: Table) -> int:
+    """Return how many characters it needs; rich's own measure ends at the console's width."""
+    gaps = _GAP * (len(table.columns) - 1)
+    return sum(column.min_width or 0 for column in table.columns) + gaps
 
 
 def _columns(rows: Sequence[Row], size: int | None) -> list[_Column]:
@@ -131,7 +151,7 @@ def _speedup(cost: Cost, size: int | None) -> str:
 
 def _result(row: Row) -> str:
     if not row.ok:
-        return f"[red]{row.status}[/]" if row.status == "failed" else f"[yellow]{row.status}[/]"
+        return row.status
     verified = row.facts.verified if row.facts is not None else None
     return "done" if not verified or not verified[1] else f"verified {verified[0]}/{verified[1]}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,8 +37,14 @@ def finish_sweep(
     if all(record.status is Status.NOT_RUN for record in records):
         return None
     rows = _rows(records, folder)
-    show_and_write(console(), "sweep", rows, folder)
+    show_and_write(console(), _title(rows), rows, folder)
     return OK if all(row.ok for row in rows) else FAILED
+
+
+def _title(rows: Sequence[Row]) -> str:
+    counts = Counter(row.status for row in rows)
+    jobs = f"{len(rows)} job{'s' if len(rows) > 1 else ''}"
+    return f"sweep of {jobs}: " + ", ".join(f"{n} {status}" for status, n in counts.items())
 
 
 def _rows(records: Sequence[Record], folder: Path) -> list[Row]:
@@ -55,7 +62,7 @@ def _rows(records: Sequence[Record], folder: Path) -> list[Row]:
                 overrides=record.overrides,
                 place=_within(record.report, folder),
                 output=_within(record.output, folder),
-                wall_s=record.seconds,
+                wall_s=record.seconds or None,
                 peak_host_bytes=record.peak_host_bytes,
                 facts=facts,
             )

@@ -216,18 +216,25 @@ def _why(
             else "by another process, or by a memory limit"
         )
         return f"killed (SIGKILL) {who}.{held}"
-    last = _last_line(output)
-    said = f" It last printed: {last}" if last else " It printed nothing."
+    said = _last_words(output)
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}.{said}"
-    return f"its process ended with exit code {code} before its job did.{said}"
+        return f"ended by {signal.Signals(-code).name}{said}"
+    return f"its process ended with exit code {code} before its job did{said}"
 
 
-def _last_line(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        lines = file.read().decode(errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:400]
+def _last_words(output: Path) -> str:
+    """Return where a process crashed, as faulthandler prints it, or else what it printed last."""
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - (1 << 16)))
+        text = file.read().decode(errors="replace")
+    _, crashed, frames = text.partition("(most recent call first):")
+    found = [line.strip() for line in (frames if crashed else text).splitlines() if line.strip()]
+    if not found:
+        return ", having printed nothing"
+    if crashed:
+        where = next((line for line in found if line.startswith("File")), found[0])
+        return f" in {where[:400]}"
+    return f", having printed last: {found[-1][:400]}"
 
 
 def _peak_bytes(pid: int) -> int | None:
