@@ -197,21 +197,21 @@ def _hand_over(argv: Sequence[str], words: _Words, command: Command | None) -> i
     def launch(each: Callable[[DictConfig], int], override: str) -> None:
         # Hydra's parser wants all overrides in one run, so this one stands before the first.
         at = argv.index(words.overrides[0]) if words.overrides else len(argv)
-        _run(hydra_main(each), [*argv[:at], override, *argv[at:]])
+        _run(hydra_main(each), [*argv[:at], override, *argv[at:]], "hydra.sweep.dir")
 
     if command is not None and command.multirun:
         return run_sweep(command, launch, _complain)
-    _run(hydra_main(task), argv)
+    _run(hydra_main(task), argv, "hydra.run.dir")
     return max(codes, default=OK)
 
 
-def _run(entry: Callable[[], Any], argv: Sequence[str]) -> None:
+def _run(entry: Callable[[], Any], argv: Sequence[str], setting: str) -> None:
     with _hydra_raises(), _argv(argv):
         try:
             entry()
         except OSError as error:  # a job's own are caught where it runs
             raise ConfigError(
-                f"hydra.run.dir: the output folder cannot be made or written: {error}"
+                f"{setting}: the output folder cannot be made or written: {error}"
             ) from error
 
 

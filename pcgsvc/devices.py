@@ -36,7 +36,11 @@ def device_of(config: Config) -> torch.device:
                 f"device: got {config.device!r}, but this machine has no CUDA device that torch "
                 f"{torch.__version__} can use. Use device=cpu."
             )
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = device.index
+        if index is None:
+            # Asked before CUDA has started, torch would start it: a command line that only checks
+            # its settings would hold a context, beside those of the jobs that it starts.
+            index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         if index >= torch.cuda.device_count():
             raise ConfigError(
                 f"device: got {config.device!r}; CUDA devices there are: "

@@ -5,49 +5,21 @@ Most tests call `main` in this process; Hydra's and logging's global state is pu
 
 from __future__ import annotations
 
-import copy
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra.core.singleton import Singleton
+from cli_helpers import TINY, Cli, command_line
 
 from pcgsvc import jobs
-from pcgsvc.app import main
 from pcgsvc.errors import VerifyError
 from pcgsvc.verify import verify
-
-TINY = ["model.num_layers=1", "compiler=eager", "capture.sizes=[1,2]", "bench.enabled=false"]
-
-
-@dataclass
-class Done:
-    """What a command line left behind."""
-
-    code: int
-    out: str
-    err: str
-    folder: Path
-
-    @property
-    def files(self) -> list[Path]:
-        return sorted(p for p in self.folder.rglob("*") if p.is_file())
-
-    @property
-    def reports(self) -> list[dict[str, Any]]:
-        found = [p for p in self.files if p.name == "report.json"]
-        return [json.loads(p.read_text()) for p in found]
-
-
-Cli = Callable[..., Done]
 
 
 @pytest.fixture
@@ -55,26 +27,8 @@ def cli(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Cli]:
     """Return a call of `main` in an empty folder."""
-    folder = tmp_path / "cwd"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    singletons, root = copy.copy(Singleton.get_state()), logging.getLogger()
-    handlers, level, threads = list(root.handlers), root.level, torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    def call(*argv: str) -> Done:
-        code = main(argv)
-        for handler in [h for h in root.handlers if h not in handlers]:
-            root.removeHandler(handler)
-            handler.close()
-        captured = capsys.readouterr()
-        return Done(code, captured.out, captured.err, folder)
-
-    yield call
-    torch.set_num_threads(threads)
-    root.setLevel(level)
-    root.handlers[:] = handlers
-    Singleton.set_state(singletons)
+    with command_line(tmp_path, monkeypatch, capsys) as call:
+        yield call
 
 
 # ---- bad configuration ---------------------------------------------------------------------------
@@ -366,44 +320,6 @@ def test_main_leaves_argv_and_the_environment_as_they_were(
     cli("device=cpu")
     assert sys.argv == argv
     assert dict(os.environ) == environment
-
-
-# ---- sweeps --------------------------------------------------------------------------------------
-
-
-def test_a_sweep_runs_every_job_and_writes_a_report_each(cli: Cli, validate_report: Any) -> None:
-    sweep = ["capture.sizes=[1],[1,2]", "mode=piecewise,full_and_piecewise"]
-    done = cli("-m", *TINY, "device=cpu", *sweep)
-    assert done.code == 0, done.out + done.err
-    assert len(done.reports) == 4
-    for report in done.reports:
-        validate_report(report)
-        assert all(row["ok"] for row in report["verify"])
-    assert [(r["config"]["capture"]["sizes"], r["mode"]["resolved"]) for r in done.reports] == [
-        ([1], "piecewise"),
-        ([1], "full_and_piecewise"),
-        ([1, 2], "piecewise"),
-        ([1, 2], "full_and_piecewise"),
-    ]
-
-
-@pytest.mark.parametrize("word", ["-m", "hydra.mode=MULTIRUN"])
-def test_a_sweep_goes_on_after_a_failed_job_and_its_exit_code_tells(cli: Cli, word: str) -> None:
-    ops = "partition.splitting_ops=[aten::softmax],null"  # the first is found only after tracing
-    done = cli(word, *TINY, "device=cpu", "job=plan", ops)
-    assert done.code == 2
-    (report,) = done.reports
-    assert report["partition"]["num_boundaries"] == 1
-    assert "Traceback" not in done.out + done.err
-
-
-def test_a_sweep_with_a_wrong_replay_is_exit_1_and_has_all_reports(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch)
-    done = cli("-m", *TINY, "device=cpu", "mode=piecewise,full")
-    assert done.code == 1
-    assert len(done.reports) == 2
 
 
 # ---- looking without running ---------------------------------------------------------------------

@@ -27,7 +27,7 @@ from pcgsvc.report.plot_panels import (
 from pcgsvc.report.rows import Row
 
 _COLOURS = (0, 1, 2, 3, 4, 5, 6, 8, 9)
-"""Of matplotlib's `tab10`, without its grey, which further jobs get: nobody can follow more lines."""
+"""Of matplotlib's `tab10`, without its grey, which all further jobs get."""
 _MARKERS = "osD^vPX<>"
 _LABEL_WIDTH = 76
 """Characters of a job's line in the legend."""

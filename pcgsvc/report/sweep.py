@@ -35,11 +35,12 @@ def show_jobs(out: Console, title: str, rows: Sequence[Row], costs: Sequence[Cos
     """Print one row per job, then what went wrong in those that failed."""
     size = _common_size(costs)
     columns = _columns(rows, size)
-    table = _table(title, rows, costs, columns)
+    table = _table(rows, costs, columns)
     while columns and _least_width(table) > out.width:
         columns.remove(min(columns, key=lambda c: c.weight))
-        table = _table(title, rows, costs, columns)
+        table = _table(rows, costs, columns)
     out.print()
+    out.print(title, style="bold")
     out.print(table)
     out.print(_legend(rows, costs, columns, size), style="dim")
     for row in rows:
@@ -48,10 +49,8 @@ def show_jobs(out: Console, title: str, rows: Sequence[Row], costs: Sequence[Cos
             out.print(f"job {row.name} {row.status}: {row.reason}{where}", markup=False)
 
 
-def _table(
-    title: str, rows: Sequence[Row], costs: Sequence[Cost | None], columns: Sequence[_Column]
-) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+def _table(rows: Sequence[Row], costs: Sequence[Cost | None], columns: Sequence[_Column]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
     lines = []
     for row, cost in zip(rows, costs, strict=True):
         name = f"{row.name}*" if cost is not None and cost.front else row.name

@@ -47,7 +47,7 @@ def run_sweep(
         return run_task(composed, membership)
 
     error: BaseException | None = None
-    with _term_interrupts(), watching(total) as watch:
+    with term_interrupts(), watching(total) as watch:
         try:
             launch(task, OVERRIDE)
         except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - raised after the table
@@ -66,7 +66,7 @@ def run_sweep(
 
 
 @contextlib.contextmanager
-def _term_interrupts() -> Iterator[None]:
+def term_interrupts() -> Iterator[None]:
     """Let SIGTERM end a sweep as Ctrl-C does: its job is ended, and what is done is shown."""
     if threading.current_thread() is not threading.main_thread():
         yield

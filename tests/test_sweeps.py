@@ -1,0 +1,356 @@
+"""Sweeps: jobs apart from each other, what is written, exit codes, and how a sweep is ended."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_helpers import TINY, Cli, Done, command_line
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.plugins import Plugins
+
+from pcgsvc import jobs, preflight
+from pcgsvc.report import comparison
+from pcgsvc.sweeps import whole
+from pcgsvc.verify import verify
+
+HERE = ["device=cpu", "hydra.sweep.dir=out", "sweep.isolate=false"]
+"""A sweep in this process, where a test can reach into its jobs."""
+
+
+@pytest.fixture
+def cli(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Cli]:
+    """Return a call of `main` in an empty folder."""
+    with command_line(tmp_path, monkeypatch, capsys) as call:
+        yield call
+
+
+def table_of(done: Done) -> list[dict[str, Any]]:
+    """Return the jobs of `sweep.json`."""
+    tree = json.loads((done.folder / "out" / "sweep.json").read_text())
+    assert tree["num_jobs"] == len(tree["jobs"])
+    return list(tree["jobs"])
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the files directly in a folder."""
+    return {path.name for path in folder.iterdir() if path.is_file()}
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started and that run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_for(what: Any, seconds: float = 60.0) -> Any:
+    """Return the first true value of a call."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if found := what():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("waited in vain")
+
+
+# ---- a whole sweep -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_sweep_leaves_a_report_per_job_one_table_and_its_files_and_starts_warm_after_the_first(
+    cli: Cli, validate_report: Any
+) -> None:
+    sweep = ["capture.sizes=[1,2,4],[1,2,4,8,16]", "mode=piecewise,full_and_piecewise"]
+    words = ["device=cpu", "compiler=eager", "bench.repeats=1", "hydra.sweep.dir=out"]
+    done = cli(*sweep, *words, "-m")
+    assert done.code == 0, done.out + done.err
+    assert len(done.reports) == 4
+    for report in done.reports:
+        validate_report(report)
+        assert all(row["ok"] for row in report["verify"])
+    starts = [r["compile"] for r in done.reports]
+    assert [s["start"] for s in starts] == ["cold", "warm", "warm", "warm"]
+    assert [(s["num_traces"], s["num_compiled"]) for s in starts] == [(1, 3), *[(0, 0)] * 3]
+
+    out = done.folder / "out"
+    assert names_in(out) == {"multirun.yaml", "sweep.csv", "sweep.json", "sweep.png"}
+    for number in range(4):
+        names = {"job.json", "output.txt", "pcgsvc.log", "report.json"}
+        assert names_in(out / str(number)) == names
+        assert "entries equal plain execution" in (out / str(number) / "output.txt").read_text()
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+    lines = list(csv.DictReader((out / "sweep.csv").read_text().splitlines()))
+    assert [(x["capture.sizes"], x["mode"]) for x in lines] == [
+        ("[1,2,4]", "piecewise"),
+        ("[1,2,4]", "full_and_piecewise"),
+        ("[1,2,4,8,16]", "piecewise"),
+        ("[1,2,4,8,16]", "full_and_piecewise"),
+    ]
+    assert [x["graphs.num_graphs"] for x in lines] == ["15", "18", "25", "30"]
+    assert all(float(x["step_us.piecewise.4"]) > 0 for x in lines)
+    assert all(int(x["peak_host_bytes"]) > 50 << 20 for x in lines)
+
+    assert done.out.count("sweep of 4 jobs: 4 done") == 1
+    assert done.out.count("verified ") == 4
+    assert "job 3 (4 of 4): done in " in done.out
+    assert "regions (" not in done.out  # what a job prints is in its folder
+    assert done.err == ""
+
+
+@pytest.mark.slow
+def test_jobs_that_run_out_of_memory_or_are_killed_do_not_end_the_others(
+    cli: Cli, validate_report: Any
+) -> None:
+    here = os.getpid()
+
+    def kill() -> None:
+        wait_for((Path.cwd() / "out" / "1" / "job.json").is_file)
+        (pid,) = wait_for(lambda: children_of(here))
+        os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    vocab = "model.vocab_size=2000000000,512,256"  # the first wants half a terabyte
+    done = cli("-m", *TINY, "device=cpu", "job=compile", "hydra.sweep.dir=out", vocab)
+    killer.join()
+    assert done.code == 1
+    assert [job["status"] for job in table_of(done)] == ["failed", "failed", "done"]
+    assert "can't allocate memory" in table_of(done)[0]["reason"]
+    assert table_of(done)[1]["reason"].startswith("killed (SIGKILL) by ")
+    assert "sweep of 3 jobs: 2 failed, 1 done" in done.out
+    assert "job 0 failed: RuntimeError: " in done.out
+    assert "job 1 failed: killed (SIGKILL) by " in done.out
+    (report,) = done.reports
+    validate_report(report)
+    assert not [path for path in done.files if path.name.startswith(".")]
+    assert not children_of(here)
+
+
+@pytest.mark.slow
+def test_a_job_that_takes_too_long_is_ended_and_has_failed(cli: Cli) -> None:
+    done = cli("-m", *TINY, "device=cpu", "hydra.sweep.dir=out", "sweep.timeout_s=1")
+    assert done.code == 1
+    (job,) = table_of(done)
+    assert job["reason"].startswith("ended after sweep.timeout_s=1 seconds")
+    assert job["wall_s"] < 10
+    assert not done.reports
+
+
+# ---- ended from outside --------------------------------------------------------------------------
+
+
+SWEEP = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
+from pcgsvc.app import entry
+entry()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ending_a_sweep_ends_its_job_and_what_was_done_is_told(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-c", SWEEP, "-m", *TINY, "device=cpu", "seed=1,2"]
+    sweep = subprocess.Popen(
+        [*command, "hydra.sweep.dir=out"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    (job,) = wait_for(lambda: children_of(sweep.pid))
+    time.sleep(0.3)  # its interpreter has started
+    sweep.send_signal(number)
+    out, err = sweep.communicate(timeout=30)
+    wait_for(lambda: not Path(f"/proc/{job}").exists(), seconds=10)
+    if number is signal.SIGKILL:
+        return
+    assert sweep.returncode == 130
+    assert err == "pcgsvc: interrupted\n"
+    assert "sweep of 2 jobs: 1 interrupted, 1 not run" in out
+    names = {"multirun.yaml", "sweep.csv", "sweep.json"}
+    assert names_in(tmp_path / "out") == names
+
+
+def test_sigterm_ends_a_sweep_as_control_c_does_and_means_what_it_did_before_afterwards() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), whole.term_interrupts():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ---- in this process -----------------------------------------------------------------------------
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make verification find one wrong entry."""
+
+    def wrong(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        rows = verify(*args, **kwargs)
+        rows[0] |= {"ok": False, "max_rel_err": 0.5}
+        return rows
+
+    monkeypatch.setattr(jobs, "verify", wrong)
+
+
+def test_a_wrong_replay_fails_its_job_whose_report_is_compared_all_the_same(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    done = cli("-m", *TINY, *HERE, "mode=piecewise,full")
+    assert done.code == 1
+    assert len(done.reports) == 2
+    for job in table_of(done):
+        assert job["status"] == "failed"
+        assert job["reason"].startswith("VerifyError: replay differs from plain execution")
+        assert job["verify"]["num_ok"] == 1
+        assert not job["pareto"]
+
+
+@pytest.mark.parametrize("word", ["-m", "hydra.mode=MULTIRUN"])
+def test_a_sweep_goes_on_after_a_failed_job_and_its_exit_code_is_1(cli: Cli, word: str) -> None:
+    ops = "partition.splitting_ops=[aten::softmax],null"  # the first is found only after tracing
+    done = cli(word, *TINY, *HERE, "job=plan", ops)
+    assert done.code == 1
+    (report,) = done.reports
+    assert report["partition"]["num_boundaries"] == 1
+    assert [job["status"] for job in table_of(done)] == ["failed", "done"]
+    assert "not in the traced graph" in table_of(done)[0]["reason"]
+    assert "job 0 (1 of 2): failed after " in done.out
+    assert "Traceback" not in done.out + done.err
+
+
+def test_nothing_is_left_in_a_folder_of_the_sweep_that_was_there_before(cli: Cli) -> None:
+    words = ["-m", *TINY, *HERE, "job=plan"]
+    assert cli(*words, "seed=1,2").code == 0
+    (Path("out") / "sweep.png").write_text("old")
+    again = cli(*words, "partition.splitting_ops=[aten::softmax],null")
+    assert again.code == 1
+    assert [job["status"] for job in table_of(again)] == ["failed", "done"]
+    assert not (again.folder / "out" / "0" / "report.json").exists()
+    assert not (again.folder / "out" / "sweep.png").exists()
+
+
+def test_a_sweep_of_one_job_has_a_table_as_well(cli: Cli) -> None:
+    done = cli("-m", *TINY, *HERE, "job=plan")
+    assert done.code == 0
+    (job,) = table_of(done)
+    assert job["differs"] == {}
+    assert "sweep of 1 job: 1 done" in done.out
+
+
+def test_a_single_job_has_no_table_and_leaves_no_record(cli: Cli) -> None:
+    done = cli(*TINY, "device=cpu", "job=plan", "hydra.run.dir=out")
+    assert done.code == 0
+    assert names_in(done.folder / "out") == {"pcgsvc.log", "report.json"}
+    assert "callbacks: {}" in (done.folder / "out" / ".hydra" / "hydra.yaml").read_text()
+
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+
+class Losing(BasicLauncher):
+    """Runs the first job only, as a cluster may."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+        return super().launch(job_overrides[:1], initial_job_idx)
+
+
+class Breaking(Losing):
+    """Breaks after its first job."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+        super().launch(job_overrides, initial_job_idx)
+        raise RuntimeError("the cluster is gone")
+
+
+@pytest.mark.parametrize(("launcher", "said"), [(Losing, ""), (Breaking, "the cluster is gone")])
+def test_a_job_that_a_launcher_never_ran_is_missed(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, launcher: type[BasicLauncher], said: str
+) -> None:
+    name = f"hydra_plugins.ours.{launcher.__name__}"  # Hydra takes launchers of that package only
+    monkeypatch.setitem(Plugins.instance().class_name_to_class, name, launcher)
+    words = [*TINY, *HERE, "job=plan", "seed=1,2", f"hydra.launcher._target_={name}"]
+    done = cli("-m", *words)
+    assert done.code == 1
+    assert [job["status"] for job in table_of(done)] == ["done", "not run"]
+    assert table_of(done)[1]["differs"] == {"seed": "2"}
+    assert "job 1 not run: the launcher never started it" in done.out
+    assert said in done.err
+
+
+# ---- bad configuration ---------------------------------------------------------------------------
+
+
+def test_one_bad_value_in_a_sweep_ends_it_before_any_job_ran(cli: Cli) -> None:
+    done = cli("-m", *TINY, "capture.sizes=[1],[1,0]", "mode=piecewise,full")
+    assert done.code == 2
+    assert "capture.sizes: got [0] among [1, 0]" in done.err
+    assert "(job 3 of 4; none was run)" in done.err
+    assert not any(done.folder.iterdir())
+
+
+def test_jobs_of_a_sweep_may_not_write_one_report(cli: Cli) -> None:
+    done = cli("-m", *TINY, "mode=piecewise,full", "report=r.json")
+    assert done.code == 2
+    assert "2 jobs would write" in done.err
+    assert not any(done.folder.iterdir())
+
+
+def test_a_time_limit_that_cannot_be_kept_is_refused(cli: Cli) -> None:
+    done = cli("-m", *TINY, "sweep.isolate=false", "sweep.timeout_s=5")
+    assert done.code == 2
+    assert "sweep.timeout_s: set with sweep.isolate=false" in done.err
+    assert not any(done.folder.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_exit_2(cli: Cli) -> None:
+    done = cli("-m", *TINY, "device=cpu", "job=plan", "hydra.sweep.dir=/proc/nope")
+    assert done.code == 2
+    assert "hydra.sweep.dir" in done.err
+    assert "Traceback" not in done.err
+
+
+# ---- without matplotlib --------------------------------------------------------------------------
+
+
+def test_without_matplotlib_a_warning_stands_in_for_the_picture(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "has_matplotlib", lambda: False)
+    done = cli("-m", *TINY, *HERE)
+    assert done.code == 0
+    assert names_in(done.folder / "out") == {"multirun.yaml", "sweep.csv", "sweep.json"}
+    assert "sweep.png is not drawn: matplotlib is not installed (pip install" in done.out
+
+
+def test_without_matplotlib_strict_refuses_the_sweep(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "has_matplotlib", lambda: False)
+    done = cli("-m", *TINY, "device=cpu", "strict=true")
+    assert done.code == 2
+    assert "strict=true, and sweep.png cannot be drawn" in done.err
+    assert not any(done.folder.iterdir())
