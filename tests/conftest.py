@@ -75,6 +75,7 @@ def clean_env(
     monkeypatch.setenv("XDG_CACHE_HOME", str(root / "xdg"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache / "inductor"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(compiler_cache / "triton"))
+    monkeypatch.setenv("MPLCONFIGDIR", str(compiler_cache / "matplotlib"))  # its list of fonts
     return root / "pcgsvc"
 
 
