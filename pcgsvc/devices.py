@@ -36,7 +36,7 @@ def device_of(config: Config) -> torch.device:
                 f"device: got {config.device!r}, but this machine has no CUDA device that torch "
                 f"{torch.__version__} can use. Use device=cpu."
             )
-        index = device.index
+        index: int | None = device.index  # torch annotates it as always there
         if index is None:
             # Asked before CUDA has started, torch would start it: a command line that only checks
             # its settings would hold a context, beside those of the jobs that it starts.
