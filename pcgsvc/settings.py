@@ -84,6 +84,7 @@ pcgsvc: piecewise CUDA graphs for PyTorch.
   pcgsvc model=llama mode=full_and_piecewise    build, verify, time, report
   pcgsvc -m capture.sizes='[1,2],[1,2,4,8]'     one job per value
   pcgsvc job=plan                               show where it would be cut
+  pcgsvc job=compare compare.reports='[DIR]'    one table of the reports there
   pcgsvc --config-dir DIR model=mine            with your DIR/model/mine.yaml
   pcgsvc --cfg job                              print the composed settings
 
