@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,13 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_helpers import TINY, Cli, Done, command_line
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf
+from rich.console import Console
 
 from pcgsvc import jobs, preflight
+from pcgsvc.config import Config
+from pcgsvc.devices import device_of
 from pcgsvc.report import comparison
-from pcgsvc.sweeps import whole
+from pcgsvc.sweeps import watch, whole
 from pcgsvc.verify import verify
 
 HERE = ["device=cpu", "hydra.sweep.dir=out", "sweep.isolate=false"]
@@ -266,6 +274,71 @@ def test_a_single_job_has_no_table_and_leaves_no_record(cli: Cli) -> None:
     assert done.code == 0
     assert names_in(done.folder / "out") == {"pcgsvc.log", "report.json"}
     assert "callbacks: {}" in (done.folder / "out" / ".hydra" / "hydra.yaml").read_text()
+
+
+# ---- in a terminal -------------------------------------------------------------------------------
+
+
+def multirun(launcher: str, *, isolate: bool = True) -> Any:
+    """Return what Hydra tells of a sweep at its start."""
+    target = f"hydra._internal.core_plugins.{launcher}"
+    return OmegaConf.create(
+        {
+            "hydra": {"sweep": {"dir": "out"}, "launcher": {"_target_": target}},
+            "sweep": {"isolate": isolate},
+        }
+    )
+
+
+BASIC = "basic_launcher.BasicLauncher"
+
+
+@pytest.mark.parametrize(
+    ("told", "terminal", "bar"),
+    [
+        (multirun(BASIC), True, True),
+        (multirun(BASIC), False, False),
+        (multirun(BASIC, isolate=False), True, False),  # its jobs draw bars of their own
+        (multirun("other.Launcher"), True, False),  # its jobs end unseen
+    ],
+)
+def test_a_bar_counts_jobs_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, told: Any, terminal: bool, bar: bool
+) -> None:
+    screen = io.StringIO()
+    shown = Console(file=screen, force_terminal=terminal, width=80, color_system=None)
+    monkeypatch.setattr(watch, "console", lambda: shown)
+    with watch.watching(3) as mine:
+        assert watch.current() is mine
+        mine.on_multirun_start(told)
+        mine.on_job_end(told, None)
+        time.sleep(0.3)  # until it is drawn again
+    assert mine.folder == Path.cwd() / "out"
+    assert ("sweep" in screen.getvalue()) is bar
+    assert ("1/3" in screen.getvalue()) is bar
+    assert watch.current() is not mine
+
+
+def test_in_a_launchers_process_the_watch_does_nothing() -> None:
+    with watch.watching(3) as mine:
+        assert type(pickle.loads(pickle.dumps(mine))) is Callback
+
+
+def test_the_device_of_a_sweep_is_found_without_starting_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def started() -> int:
+        raise AssertionError("CUDA was started")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", started)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert device_of(Config(device="auto")) == torch.device("cuda", 0)
+    assert device_of(Config(device="cuda:1")) == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device_of(Config(device="cuda")) == torch.device("cuda", 1)
 
 
 # ---- launchers -----------------------------------------------------------------------------------

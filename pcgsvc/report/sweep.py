@@ -46,7 +46,9 @@ def show_jobs(out: Console, title: str, rows: Sequence[Row], costs: Sequence[Cos
     for row in rows:
         if row.reason:
             where = f" [{row.output}]" if row.output else ""
-            out.print(f"job {row.name} {row.status}: {row.reason}{where}", markup=False)
+            out.print(
+                f"job {row.name} {row.status}: {_first_line(row.reason)}{where}", markup=False
+            )
 
 
 def _table(rows: Sequence[Row], costs: Sequence[Cost | None], columns: Sequence[_Column]) -> Table:
@@ -153,6 +155,12 @@ def _result(row: Row) -> str:
         return row.status
     verified = row.facts.verified if row.facts is not None else None
     return "done" if not verified or not verified[1] else f"verified {verified[0]}/{verified[1]}"
+
+
+def _first_line(text: str) -> str:
+    """Return the first line; the files have the others."""
+    first, more, _ = text.strip().partition("\n")
+    return f"{first} …" if more else first
 
 
 def _legend(
