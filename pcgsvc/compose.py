@@ -2,7 +2,7 @@
 
 In: overrides as on the command line. Out: a `Config`, or one per job of a sweep. Works in a process
 that uses Hydra itself, and in threads: Hydra's process-wide state is left as it was. The only
-module besides `app` that sees a DictConfig.
+module besides `app` and those of `sweeps` that Hydra calls that sees a DictConfig.
 """
 
 from __future__ import annotations
