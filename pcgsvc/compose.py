@@ -1,8 +1,8 @@
 """The one door from Hydra to plain dataclasses.
 
 In: overrides as on the command line. Out: a `Config`, or one per job of a sweep. Works in a process
-that uses Hydra itself, and in threads: Hydra's process-wide state is left as it was. The only
-module besides `app` and those of `sweeps` that Hydra calls that sees a DictConfig.
+that uses Hydra itself, and in threads: Hydra's process-wide state is left as it was.
+Besides `app` and what Hydra calls in `sweeps`, the only module that sees a DictConfig.
 """
 
 from __future__ import annotations
