@@ -23,8 +23,9 @@ from rich.console import Console
 from pcgsvc.errors import ConfigError
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.costs import costs_of
+from pcgsvc.report.differences import differing_overrides, differing_settings
 from pcgsvc.report.plots import figure_of, png_of
-from pcgsvc.report.rows import Row, differing_overrides, differing_settings, facts_of
+from pcgsvc.report.rows import Row, facts_of
 from pcgsvc.report.sweep import show_jobs
 from pcgsvc.report.sweep_files import csv_of, tree_of
 
@@ -345,6 +346,7 @@ import sys
 from report_helpers import make_row
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.costs import costs_of
+from pcgsvc.report.differences import differing_overrides, differing_settings
 from pcgsvc.report.plots import png_of
 assert not [m for m in sys.modules if m.startswith("matplotlib")]
 rows = [make_row()]
@@ -449,6 +451,23 @@ REFUSED = {
     "with half an entry": (
         make_report() | {"bench": [{"mode": "full", "size": 1, "step_us": "fast"}]},
         "every entry of bench has mode, size, step_us, host_us, plain_us",
+    ),
+    "of a size below 1": (
+        make_report() | {"verify": [{"mode": "full", "size": 0, "ok": True, "max_rel_err": 0}]},
+        "every entry of verify has mode, size, ok, max_rel_err",
+    ),
+    "with a size skipped for no reason": (
+        make_report() | {"graphs": {**make_report()["graphs"], "skipped": [8]}},
+        "graphs.skipped is not as pcgsvc writes it",
+    ),
+    "of a word for a time": (
+        make_report()
+        | {"compile": {**make_report()["compile"], "seconds": {"total": 1, "x": "y"}}},
+        "compile.seconds is not as pcgsvc writes it",
+    ),
+    "of settings of another form": (
+        make_report(settings={"capture": {"uniform_query_len": "two"}}),
+        "config.capture is not as pcgsvc writes it",
     ),
     "a sweep.json": (tree_of([make_row()], costs_of([make_row()])), "is missing"),
 }

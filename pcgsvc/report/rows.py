@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pcgsvc.disk.reports import flatten
 from pcgsvc.errors import ConfigError
 
 
@@ -157,15 +156,36 @@ def facts_of(report: Any) -> Facts:
         )
     for path, kind in (_PLACES | (_GRAPH_PLACES if "graphs" in report else {})).items():
         _need(report, path, kind)
-    steps: dict[tuple[str, int], dict[str, Any]] = {}
-    for name, extra in (("verify", ("ok",)), ("bench", ("step_us", "host_us", "plain_us"))):
-        for row in _rows(report, name, ("mode", "size", *extra)):
-            times = {key: float(row[key]) for key in extra if key != "ok"}
-            steps.setdefault((row["mode"], row["size"]), {}).update(times)
+    _check_parts(report)
+    steps: dict[tuple[str, int], dict[str, float]] = {}
+    for row in _rows(report, "verify", ("mode", "size", "ok", "max_rel_err")):
+        steps[row["mode"], row["size"]] = {}
+    for row in _rows(report, "bench", ("mode", "size", *_TIMES)):
+        steps[row["mode"], row["size"]] = {name: float(row[name]) for name in _TIMES}
     return Facts(
         report=report,
         steps=[Step(mode=mode, size=size, **steps[mode, size]) for mode, size in sorted(steps)],
     )
+
+
+_TIMES = ("step_us", "host_us", "plain_us")
+
+
+def _check_parts(report: Mapping[str, Any]) -> None:
+    """Refuse parts whose insides are not what is read of them."""
+    capture = report["config"].get("capture", {})
+    query_len = capture.get("uniform_query_len", 1) if isinstance(capture, Mapping) else None
+    skipped = report.get("graphs", {}).get("skipped", [])
+    whole = {
+        "config.capture": type(query_len) is int and query_len >= 1,
+        "compile.seconds": all(map(_is_number, report["compile"]["seconds"].values())),
+        "graphs.skipped": all(
+            isinstance(s, Mapping) and {"size", "reason"} <= {*s} for s in skipped
+        ),
+    }
+    for path, fits in whole.items():
+        if not fits:
+            raise ConfigError(f"it is no whole report: {path} is not as pcgsvc writes it.")
 
 
 def _need(report: Mapping[str, Any], path: str, kind: type | tuple[type, ...]) -> None:
@@ -192,38 +212,11 @@ def _rows(report: Mapping[str, Any], name: str, keys: Sequence[str]) -> list[Map
 
 
 def _fits(key: str, value: Any) -> bool:
-    kinds: dict[str, Any] = {"mode": str, "size": int, "ok": bool}
-    return isinstance(value, kinds.get(key, (int, float)))
+    if key == "size":
+        return type(value) is int and value >= 1
+    kinds = {"mode": str, "ok": bool}
+    return isinstance(value, kinds[key]) if key in kinds else _is_number(value)
 
 
-# ---- differences ---------------------------------------------------------------------------------
-
-
-def differing_overrides(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """Return, of each job's overrides, those that not all jobs have, as setting and value."""
-    common = set(jobs[0]).intersection(*jobs) if jobs else set()
-    parted = [[word.partition("=") for word in job if word not in common] for job in jobs]
-    return [{key: value for key, _, value in words} for words in parted]
-
-
-def differing_settings(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return, of each report, the resolved settings and the circumstances that not all share."""
-    flat = []
-    for report in reports:
-        settings = flatten(report["config"])
-        facts = {name: report[name] for name in ("pcgsvc", "torch", "device")}
-        flat.append(
-            {k: v for k, v in settings.items() if k.partition(".")[0] not in _NO_DIFFERENCE} | facts
-        )
-    names = sorted({name for one in flat for name in one})
-    differing = [n for n in names if len({_word(one.get(n)) for one in flat}) > 1]
-    return [{name: _word(one.get(name)) for name in differing} for one in flat]
-
-
-_NO_DIFFERENCE = ("report", "sweep", "compare")
-"""Settings, or whole groups, that say nothing of what was run."""
-
-
-def _word(value: Any) -> str:
-    """Return a value as it is written on the command line."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

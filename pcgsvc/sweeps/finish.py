@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pcgsvc.errors import ConfigError
 from pcgsvc.report.comparison import show_and_write
-from pcgsvc.report.rows import Facts, Row, differing_overrides, facts_of
+from pcgsvc.report.differences import differing_overrides
+from pcgsvc.report.rows import Facts, Row, facts_of
 from pcgsvc.report.tables import console
 from pcgsvc.sweeps.outcome import FAILED, OK
 from pcgsvc.sweeps.records import Record, Status, read_records
