@@ -223,6 +223,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "verify", wrong)
 
 
+@pytest.mark.slow
 def test_a_wrong_replay_fails_its_job_whose_report_is_compared_all_the_same(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ def test_a_wrong_replay_fails_its_job_whose_report_is_compared_all_the_same(
         assert not job["pareto"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["-m", "hydra.mode=MULTIRUN"])
 def test_a_sweep_goes_on_after_a_failed_job_and_its_exit_code_is_1(cli: Cli, word: str) -> None:
     ops = "partition.splitting_ops=[aten::softmax],null"  # the first is found only after tracing
@@ -250,6 +252,7 @@ def test_a_sweep_goes_on_after_a_failed_job_and_its_exit_code_is_1(cli: Cli, wor
     assert "Traceback" not in done.out + done.err
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_a_folder_of_the_sweep_that_was_there_before(cli: Cli) -> None:
     words = ["-m", *TINY, *HERE, "job=plan"]
     assert cli(*words, "seed=1,2").code == 0
@@ -409,6 +412,7 @@ def test_a_folder_that_cannot_be_made_is_exit_2(cli: Cli) -> None:
 # ---- without matplotlib --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_matplotlib_a_warning_stands_in_for_the_picture(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
