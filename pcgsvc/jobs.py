@@ -19,6 +19,9 @@ from pcgsvc.config import Config, Job, copy
 from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.generate import generate_ids
 from pcgsvc.pipeline import build_from_config, prepare_only
+from pcgsvc.planning.planner import plan
+from pcgsvc.report.plan import plan_section
+from pcgsvc.report.plan_files import draw_plan
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import plan_report, write_report
 from pcgsvc.report.tables import console, show_place, show_report, show_text
@@ -49,20 +52,27 @@ def _cache(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 
 
 def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
-    return _finish(_prepared(config, out, compile_pieces=False), report_path, out)
+    started = time.perf_counter()
+    with progress_for(out) as progress:
+        done = plan(config, progress)
+    report = plan_report(done.built)
+    report["plan"] = plan_section(done)
+    report["warnings"] += draw_plan(report, report_path.absolute())
+    report["compile"]["seconds"]["total"] = time.perf_counter() - started
+    if config.strict and report["warnings"]:
+        raise ConfigError(
+            "strict=true, and what was asked for is not done: " + "; ".join(report["warnings"])
+        )
+    return _finish(report, report_path, out)
 
 
 def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
-    return _finish(_prepared(config, out, compile_pieces=True), report_path, out)
-
-
-def _prepared(config: Config, out: Console, *, compile_pieces: bool) -> dict[str, Any]:
     started = time.perf_counter()
     with progress_for(out) as progress:
-        built = prepare_only(request_of(config), progress, compile_pieces=compile_pieces)
+        built = prepare_only(request_of(config), progress)
     report = plan_report(built)
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
-    return report
+    return _finish(report, report_path, out)
 
 
 def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:

@@ -6,6 +6,7 @@ asks for. Knows nothing of tracing, compilers or graphs.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,23 @@ from pcgsvc.ops.backends import find_backend
 from pcgsvc.process import BUILD_LOCK
 from pcgsvc.samples import Samples
 from pcgsvc.traced import Binding, InputSpec
-from pcgsvc.workspace import Workspace, cache_geometry, usable_sizes
+from pcgsvc.workspace import ShapeWorkspace, Workspace, cache_geometry, usable_sizes
+
+
+@dataclass(kw_only=True)
+class Planned:
+    """What is special about a request of which nothing is built."""
+
+    target: torch.device
+    """The device that is planned for. Where this machine lacks it, `Request.device` is the CPU."""
+    fake: contextlib.AbstractContextManager[Any]
+    """A block in which tensors have no memory; does nothing if the model needs real ones."""
+    notes: list[str]
+    """What a reader of the plan must know."""
+    warnings: list[str]
+    """What the plan could not do as it should."""
+    backend: type[AttentionBackend] | None = None
+    """Holds the KV cache in place of a backend that cannot be made on this machine."""
 
 
 @dataclass(kw_only=True)
@@ -40,6 +57,8 @@ class Request:
     """Arguments that are no tensors; frozen."""
     weights_s: float = 0.0
     """How long the model took to build, in seconds."""
+    planned: Planned | None = None
+    """Set for `job=plan`: the model's tensors have shapes and no memory."""
 
 
 def request_for(
@@ -96,6 +115,9 @@ def make_workspace(
     max_tokens = max(sizes)
     max_reqs = config.attention.max_num_reqs or max_tokens
     geometry, attention, backend = None, None, attention_of(request)
+    planned = request.planned
+    if planned is not None and planned.backend is not None:
+        backend = planned.backend
     if spec is not None and backend is not None:
         geometry = cache_geometry(config, spec, max_tokens=max_tokens, max_reqs=max_reqs)
         attention = backend(
@@ -105,7 +127,8 @@ def make_workspace(
             device=request.device,
             dtype=dtype_of(config),
         )
-    return Workspace(
+    kind = Workspace if planned is None else ShapeWorkspace
+    return kind(
         inputs=request.inputs,
         bindings=bindings,
         tensors=tensors,
@@ -114,7 +137,7 @@ def make_workspace(
         attention=attention,
         geometry=geometry,
         device=request.device,
-        stream=BUILD_LOCK.take_stream(request.device),
+        stream=BUILD_LOCK.take_stream(request.device) if planned is None else None,
     )
 
 

@@ -250,6 +250,31 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
+def fake_tensors() -> Any:
+    """Return a block in which whatever is made has a shape and no memory; it may be entered again.
+
+    Real tensors that meet those inside are taken for such as well. Unlike `fake_mode` it has no
+    symbols: all sizes are numbers.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Return a block in which tensors have memory, whatever blocks it stands in."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values, and not a shape alone."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
 def graph_pass(functions: Sequence[Callable[[torch.fx.Graph], None]], identity: str) -> Any:
     """Return functions as one custom pass of Inductor's; `identity` goes into its own keys."""
     from torch._inductor.custom_graph_pass import CustomGraphPass

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.config import Config, ModelConfig
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.models import smollm2, two_regions
@@ -138,7 +139,8 @@ def _load(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: Tokenizer | None
 ) -> ModelBundle:
     module = Llama(checkpoint.dims, device=device, dtype=dtype)
-    load_weights(module, checkpoint)
+    if torch_private.has_memory(next(module.parameters())):  # a plan needs the shapes alone
+        load_weights(module, checkpoint)
     return _bundle(module, device, tokenizer)
 
 
