@@ -261,6 +261,21 @@ def fake_tensors() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@contextlib.contextmanager
+def swappable(mode: Any) -> Iterator[None]:
+    """Let fake parameters be converted (`Module.to`) for a block inside that of `fake_tensors`.
+
+    `Module.to` swaps them for new ones, which torch refuses for tensors with weak references. The
+    fake mode's memo has such; for the block it holds its tensors strongly, and forgets them after.
+    """
+    converter = mode.fake_tensor_converter.meta_converter
+    before, converter.tensor_memo = converter.tensor_memo, {}
+    try:
+        yield
+    finally:
+        converter.tensor_memo = before
+
+
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Return a block in which tensors have memory, whatever blocks it stands in."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

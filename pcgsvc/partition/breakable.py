@@ -219,7 +219,8 @@ class _Ops(torch_private.RecordingMode):
             self._run.broke(name, args, kwargs)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not name.startswith(("aten::empty", "aten::new_empty")) and not func.is_view:
+        launches = not name.startswith(("aten::empty", "aten::new_empty", "prim::"))
+        if launches and not func.is_view:
             self._run.events.append("kernel")
             self._run.kernels.append(name)
         return result

@@ -4,9 +4,10 @@ In: a traced graph and its partition. Out: `Event`s of one run at a size. Runs n
 symbols of the trace, and a storage lives from the node that makes it to the last that reads it.
 Knows nothing of allocators.
 
-Under Inductor only some values get memory: those that cross a border of pieces, and those that a
-kernel which Inductor does not write (a matrix product, a custom op) makes or reads. All others are
-taken to be fused into the kernels that read them.
+Under Inductor only some values get memory: those that cross a border of pieces, those that a kernel
+which Inductor does not write (a matrix product, a custom op) makes or reads, and those that are used
+more than once on both sides of such a kernel. All others are taken to be fused into the kernels that
+read them. A generated kernel writes its result over an input of that size that dies with it.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Lifetimes:
         inputs = (n for n in traced.graph.nodes if n.op == "placeholder")
         self._given = {sid for node in inputs for sid in _storages(node)}
         self._home = {node: piece for piece in plan.pieces for node in piece.nodes}
+        self._generated: set[int] = set()
+        """Numbers of the nodes that Inductor writes the kernels of."""
         self._found = self._find(traced, nodes, crossing_counts=not whole)
         if fused:
             self._fuse(nodes, results_only)
@@ -116,12 +119,14 @@ class Lifetimes:
         """Take memory from what is fused, and let its inputs live until it is computed."""
         library = {node for node in nodes if self._is_library_call(node)}
         needed = set(self._crossing)
+        self._generated = {self._number[node] for node in nodes if node not in library}
         if not results_only:
             for node in nodes:
                 if node in library:
                     needed.update(_storages(node))
                     needed.update(sid for used in node.all_input_nodes for sid in _storages(used))
                 needed.update(sid for arg in mutated_args(node) for sid in _storages(arg))
+            needed |= self._used_later(nodes, library)
         for sid, storage in self._found.items():
             storage.real = sid in needed
         for node in reversed(nodes):
@@ -131,6 +136,31 @@ class Lifetimes:
                 for sid in _storages(used):
                     if sid in self._found:
                         self._found[sid].last = max(self._found[sid].last, late)
+
+    @staticmethod
+    def _used_later(nodes: list[torch.fx.Node], library: set[torch.fx.Node]) -> set[int]:
+        """Return what is used more than once, and also behind a library call that comes after it.
+
+        A value that is used once is computed where it is used.
+        """
+        phase, phases = 0, {}
+        for node in nodes:
+            phases[node] = phase
+            phase += node in library
+        made: dict[int, int] = {}
+        users: dict[int, set[torch.fx.Node]] = {}
+        for node in nodes:
+            own = _storages(node)
+            for used in node.all_input_nodes:
+                for sid in _storages(used) - own:  # a view is no use
+                    users.setdefault(sid, set()).add(node)
+            for sid in own:
+                made.setdefault(sid, phases[node])
+        return {
+            sid
+            for sid, readers in users.items()
+            if len(readers) > 1 and max(phases[n] for n in readers) > made.get(sid, phase)
+        }
 
     def _is_library_call(self, node: torch.fx.Node) -> bool:
         if node in self._splitting:
@@ -156,12 +186,27 @@ class Lifetimes:
         for node, at in self._number.items():
             if node in self._splitting:
                 yield Event("boundary", self._splitting[node])
+            gone = set()
             for sid, storage in born.get(at, ()):
+                over = self._overwritten(at, storage.at(rows), dies, rows) - gone
+                if over:
+                    gone.add(min(over))
+                    yield Event("free", min(over))
                 yield Event("alloc", sid, storage.at(rows))
             for sid in dies.get(at, ()):
-                yield Event("free", sid)
+                if sid not in gone:
+                    yield Event("free", sid)
         for sid in dies.get(len(self._number), ()):
             yield Event("free", sid)
+
+    def _overwritten(
+        self, at: int, num_bytes: int, dies: dict[int, list[int]], rows: int
+    ) -> set[int]:
+        """Return what a generated kernel may write its result over."""
+        if at not in self._generated:
+            return set()
+        dying = (sid for sid in dies.get(at, ()) if self._found[sid].born < at)
+        return {s for s in dying if self._found[s].at(rows) == num_bytes}
 
     def bridge_bytes(self, rows: int) -> int:
         """Return the bytes of what splitting ops return, which a piecewise entry keeps."""

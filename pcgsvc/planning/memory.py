@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.config import Compiler, Config, Graphs, Mode
+from pcgsvc.config import Config, Graphs, Mode
 from pcgsvc.dispatch import BatchDescriptor
 from pcgsvc.planning.lifetimes import Lifetimes
 from pcgsvc.planning.pool import Event, Pool
@@ -100,6 +100,7 @@ def graph_memory(
     entries: Sequence[Key],
     events_of: EventsOf,
     like: torch.Tensor,
+    fused: bool,
 ) -> None:
     """Add the graph pool.
 
@@ -110,6 +111,7 @@ def graph_memory(
         entries: what would be captured, in order.
         events_of: what one run of the program does.
         like: any tensor of the model's device and dtype.
+        fused: whether the events leave out what Inductor would fuse.
     """
     if config.capture.graphs is Graphs.OFF or not entries:
         return
@@ -128,7 +130,7 @@ def graph_memory(
             "graph pool",
             pool.num_bytes,
             "torch's allocator played through for all entries, largest first, "
-            f"{_source(config)}; {pool.peak / 2**20:.1f} MiB of it in use at most",
+            f"{_source(fused)}; {pool.peak / 2**20:.1f} MiB of it in use at most",
         )
         estimate.notes.append(
             "CUDA's own memory comes on top: on an H200 0.4 MiB (eager) to 1 MiB (inductor) per "
@@ -138,12 +140,12 @@ def graph_memory(
         estimate.add(
             "graph pool",
             sums,
-            f"recordings share nothing: every result of every entry, {_source(config)}",
+            f"recordings share nothing: every result of every entry, {_source(fused)}",
         )
 
 
-def _source(config: Config) -> str:
-    if config.compiler.name is Compiler.INDUCTOR:
+def _source(fused: bool) -> str:
+    if fused:
         return "values that only generated kernels use taken as fused"
     return "each op's result in memory until its last use"
 

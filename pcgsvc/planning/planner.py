@@ -169,9 +169,8 @@ def _traced(request: Request, planned: Planned, progress: Progress) -> Plan:
         def events_of(rows: int, full: bool) -> Iterable[Event]:
             return lifetimes.events(rows, full=full)
 
-        graph_memory(
-            done.memory, config, workspace, done.entries, events_of, _like(config, workspace)
-        )
+        like = _like(config, workspace)
+        graph_memory(done.memory, config, workspace, done.entries, events_of, like, fused)
     return done
 
 
@@ -286,9 +285,8 @@ def _learned(request: Request, planned: Planned, progress: Progress) -> Plan:
                 progress.advance()
             return seen[rows]
 
-        graph_memory(
-            done.memory, config, workspace, done.entries, events_of, _like(config, workspace)
-        )
+        like = _like(config, workspace)
+        graph_memory(done.memory, config, workspace, done.entries, events_of, like, fused=False)
     return done
 
 

@@ -102,7 +102,7 @@ def _build(
     config: Config, home: torch.device, planned: Planned
 ) -> tuple[ModelBundle, list[InputSpec]]:
     try:
-        with planned.fake:
+        with planned.fake, _swappable(planned):
             return _made(config, home)
     except PcgError:
         raise
@@ -112,6 +112,12 @@ def _build(
         lines = str(error).strip().splitlines() or [""]
         need_values(planned, f"its constructor needs them: {type(error).__name__}: {lines[0]}")
     return _made(config, home)
+
+
+def _swappable(planned: Planned) -> contextlib.AbstractContextManager[None]:
+    if planned.warnings:
+        return contextlib.nullcontext()
+    return torch_private.swappable(planned.fake)
 
 
 def _made(config: Config, home: torch.device) -> tuple[ModelBundle, list[InputSpec]]:
