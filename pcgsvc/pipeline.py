@@ -277,8 +277,7 @@ def resolve_boundaries(
     uncut = [
         name
         for name in sorted(set(image.ops) - set(image.matched))
-        if find_spec(name) is not None
-        and support_of(name, config, attention) is not Support.ALWAYS
+        if find_spec(name) is not None and support_of(name, config, attention) is not Support.ALWAYS
     ]
     if uncut and config.mode is not Mode.NONE:
         reason = (

@@ -4,10 +4,11 @@ In: a traced graph and its partition. Out: `Event`s of one run at a size. Runs n
 symbols of the trace, and a storage lives from the node that makes it to the last that reads it.
 Knows nothing of allocators.
 
-Under Inductor only some values get memory: those that cross a border of pieces, those that a kernel
-which Inductor does not write (a matrix product, a custom op) makes or reads, and those that are used
-more than once on both sides of such a kernel. All others are taken to be fused into the kernels that
-read them. A generated kernel writes its result over an input of that size that dies with it.
+Under Inductor only some values get memory: those that cross a border of pieces, those that a
+kernel which Inductor does not write (a matrix product, a custom op) makes or reads, and those that
+are used more than once on both sides of such a kernel. All others are taken to be fused into the
+kernels that read them. A generated kernel writes its result over an input of that size that dies
+with it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.nodes import mutated_args, op_names
-from pcgsvc.partition.pieces import Kind, Partition
+from pcgsvc.partition.pieces import Partition
 from pcgsvc.planning.pool import Event
 from pcgsvc.traced import TracedGraph
 
-_LIBRARY_CALLS = ("linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "einsum", "conv")
-_LIBRARY_CALLS += ("scaled_dot_product_attention", "sort", "argsort", "topk", "unique", "grouped")
+_LIBRARY_CALLS = (
+    *("linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "einsum", "conv", "grouped"),
+    *("scaled_dot_product_attention", "sort", "argsort", "topk", "unique"),
+)
 """How the names begin of ops that Inductor leaves to a library or to a kernel of their own."""
 
 
@@ -186,7 +189,7 @@ class Lifetimes:
         for node, at in self._number.items():
             if node in self._splitting:
                 yield Event("boundary", self._splitting[node])
-            gone = set()
+            gone: set[int] = set()
             for sid, storage in born.get(at, ()):
                 over = self._overwritten(at, storage.at(rows), dies, rows) - gone
                 if over:
@@ -235,4 +238,3 @@ def _sized(traced: TracedGraph, node: torch.fx.Node) -> dict[int, int | CodeType
             size if isinstance(size, int) else compile(size, "<bytes>", "eval")
         )
     return found
-

@@ -22,6 +22,7 @@ from pcgsvc.config import Config, Graphs, Mode
 from pcgsvc.dispatch import BatchDescriptor
 from pcgsvc.planning.lifetimes import Lifetimes
 from pcgsvc.planning.pool import Event, Pool
+from pcgsvc.planning.request import CacheOnly
 from pcgsvc.planning.tracked import attention_events, shape_context
 from pcgsvc.workspace import Workspace
 
@@ -168,7 +169,8 @@ class _Inside:
         names = {e.key for e in events if e.kind == "boundary"}
         for name in sorted(map(str, names - {ATTENTION})):
             self._note(f"what {name} allocates inside a full graph is not counted")
-        if ATTENTION not in names or self._workspace.attention is None:
+        backend = self._workspace.attention
+        if ATTENTION not in names or backend is None or isinstance(backend, CacheOnly):
             return events
         own = self._attention(descriptor, query_len)
         out: list[Event] = []
@@ -185,7 +187,7 @@ class _Inside:
         context = shape_context(self._workspace, rows, uniform)
         try:
             return attention_events(backend, rows, context, self._like)
-        except Exception as error:  # noqa: BLE001 - a kernel without a shape function may do anything
+        except Exception as error:  # noqa: BLE001 - a kernel may do anything
             first = (str(error).strip().splitlines() or [""])[0]
             self._note(
                 f"what {type(backend).__name__} allocates inside a full graph is not counted: it "

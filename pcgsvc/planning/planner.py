@@ -6,7 +6,6 @@ In: a config. Out: a `Plan`. Knows nothing of how a plan is shown.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,6 @@ from pcgsvc.dispatch import Resolution, resolve_mode, wanted_entries
 from pcgsvc.errors import PcgError
 from pcgsvc.image import ProgramImage, image_of
 from pcgsvc.ops.registry import find_spec
-from pcgsvc.ops.support import Support
 from pcgsvc.partition.breakable import Learned
 from pcgsvc.partition.inductor import partition_inductor
 from pcgsvc.partition.pieces import Kind, Partition

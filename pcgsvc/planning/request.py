@@ -106,7 +106,7 @@ def _build(
             return _made(config, home)
     except PcgError:
         raise
-    except Exception as error:  # noqa: BLE001 - a model's own constructor may do anything
+    except Exception as error:
         if planned.warnings:
             raise  # real tensors did not help
         lines = str(error).strip().splitlines() or [""]
@@ -142,6 +142,5 @@ def _choose_backend(config: Config, home: torch.device, planned: Planned) -> Non
         planned.backend = CacheOnly
         planned.notes.append(
             f"attention={config.attention.name} cannot be loaded on this machine: its KV cache is "
-            "counted, scratch of its own is not"
+            "counted, what else it allocates is not"
         )
-

@@ -1,6 +1,6 @@
 """Long sequences with repetitions, folded so that a person can read them.
 
-In: a sequence of keys. Out: stretches, each of which repeats so many times. Knows nothing of pieces.
+In: a sequence of keys. Out: stretches, each with how often it repeats. Knows nothing of pieces.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def fold(keys: Sequence[Hashable]) -> list[Stretch]:
 
 def _repeats(keys: Sequence[Hashable], at: int, length: int) -> int:
     pattern, count = keys[at : at + length], 1
-    while keys[at + count * length : at + (count + 1) * length] == pattern and len(pattern) == length:
+    while (
+        keys[at + count * length : at + (count + 1) * length] == pattern and len(pattern) == length
+    ):
         count += 1
     return count

@@ -31,10 +31,12 @@ def show_plan(out: Console, plan: dict[str, Any]) -> None:
     _rows(out, "graphs", [graphs_words(plan["graphs"])])
     skipped = plan["graphs"]["skipped"]
     _rows(out, "skipped", [escape(f"size {s['size']}: {s['reason']}") for s in skipped])
-    if plan["compile_modules"]:
-        _rows(out, "modules", [escape(", ".join(plan["compile_modules"]))])
+    modules = module_words(plan["compile_modules"])
+    _rows(out, "compiled", [escape(modules)] if modules else [])
     _memory(out, plan["memory"])
     _rows(out, "note", [escape(n) for n in [*plan["notes"], *plan["memory"]["notes"]]])
+    for kind, place in plan.get("files", {}).items():
+        out.print(f"[bold]{kind:<{_LABEL}}[/] {escape(place)}", soft_wrap=True)
 
 
 def _rows(out: Console, label: str, lines: list[str]) -> None:
@@ -86,9 +88,19 @@ def support_words(row: dict[str, str]) -> str:
     return f"{row['op']}: {row['support']}, {row['meaning']} (by {row['said_by']})"
 
 
+def module_words(names: list[str]) -> str:
+    """Return names of submodules, those of a list's items folded into one."""
+    folded: dict[str, int] = {}
+    for name in names:
+        key = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        folded[key] = folded.get(key, 0) + 1
+    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in folded.items())
+
+
 def ops_words(kind: dict[str, Any]) -> str:
     """Return the ops of one kind of piece, the most frequent ones first."""
     named = [f"{o['op'].removeprefix('aten::')} {o['count']}" for o in kind["ops"][:_MOST_OPS]]
     rest = kind["num_ops"] - sum(o["count"] for o in kind["ops"][:_MOST_OPS])
     more = f", {rest} more" if rest else ""
-    return f"{kind['count']}x {kind['kind']} {(kind['hash'] or '')[:8]}: {', '.join(named)}{more}"
+    label = f"{kind['count']}x {kind['kind']} {(kind['hash'] or '')[:8]}".rstrip()
+    return f"{label}: {', '.join(named)}{more}"
