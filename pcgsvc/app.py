@@ -30,6 +30,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from pcgsvc.compose import CONFIG_MODULE, compose_jobs, from_tree, register_schema, words_of
+from pcgsvc.config import Job
 from pcgsvc.errors import ConfigError, PcgError
 from pcgsvc.settings import help_text
 from pcgsvc.version import __version__
@@ -64,8 +65,8 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "--config-path: pcgsvc needs its own settings; add yours with --config-dir."
             )
-        if not words.only_hydra:
-            _check(words)
+        if not words.only_hydra and _check(words):
+            return _explain(words)
         return _hand_over(argv, words.config_dir)
     except SystemExit as ended:  # argparse after a bad option, Hydra after its own help
         return ended.code if isinstance(ended.code, int) else FAILED
@@ -154,19 +155,33 @@ def _groups() -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def _check(words: _Words) -> None:
-    """Compose every job and check all of it that can be checked without building."""
+def _check(words: _Words) -> bool:
+    """Compose every job and check all of it that can be checked without building.
+
+    Returns whether settings are to be explained, and nothing else done.
+    """
     from pcgsvc.preflight import check_jobs
 
     setup_globals()  # Hydra's resolvers, such as ${now:…}; the process is ours
-    check_jobs(
-        compose_jobs(
-            words.overrides,
-            multirun=words.multirun,
-            config_dir=words.config_dir,
-            config_name=words.config_name,
-        )
+    jobs = compose_jobs(
+        words.overrides,
+        multirun=words.multirun,
+        config_dir=words.config_dir,
+        config_name=words.config_name,
     )
+    check_jobs(jobs)
+    explaining = [config.job is Job.CONFIG for config in jobs]
+    if any(explaining) and len(jobs) > 1:
+        raise ConfigError("job: got 'config' in a sweep; it explains one configuration at a time.")
+    return all(explaining)
+
+
+def _explain(words: _Words) -> int:
+    from pcgsvc.explain import explain
+    from pcgsvc.report.tables import console
+
+    explain(words.overrides, console(), config_dir=words.config_dir, config_name=words.config_name)
+    return OK
 
 
 # ---- under Hydra ---------------------------------------------------------------------------------

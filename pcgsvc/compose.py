@@ -57,8 +57,8 @@ def compose(
     Raises:
         ConfigError: Hydra cannot compose it, or a setting is unknown or of the wrong kind.
     """
-    with _loader(config_dir) as loader:
-        return from_tree(_load(loader, config_name, overrides))
+    with open_loader(config_dir) as loader:
+        return from_tree(load_tree(loader, config_name, overrides))
 
 
 def compose_jobs(
@@ -82,14 +82,14 @@ def compose_jobs(
     Raises:
         ConfigError: as `compose`, for any one job.
     """
-    with _loader(config_dir) as loader:
-        whole = _load(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
+    with open_loader(config_dir) as loader:
+        whole = load_tree(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
         if not multirun and whole.hydra.mode is not RunMode.MULTIRUN:
             jobs = [list(overrides)]
         else:
-            _load(loader, config_name, overrides, RunMode.MULTIRUN)  # refuses hydra.x=1,2
+            load_tree(loader, config_name, overrides, RunMode.MULTIRUN)  # refuses hydra.x=1,2
             jobs = _sweep(loader, whole.hydra.sweeper, overrides)
-        return [from_tree(_load(loader, config_name, job)) for job in jobs]
+        return [from_tree(load_tree(loader, config_name, job)) for job in jobs]
 
 
 def from_tree(tree: Any) -> Config:
@@ -101,7 +101,7 @@ def from_tree(tree: Any) -> Config:
         raise ConfigError(
             f"config: got {type(tree).__name__}; a Config, a mapping or a DictConfig is needed."
         )
-    with _readable():
+    with readable():
         plain = {str(key): _plain(tree[key]) for key in tree if key != "hydra"}
     return from_dict(plain)
 
@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
+def open_loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
     """Yield a loader over the packaged and the user's YAML; Hydra's globals are put back after."""
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"config_dir: '{config_dir}' is no folder.")
@@ -139,7 +139,7 @@ def _loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
                 del store.repo[f"{SCHEMA}.yaml"]
 
 
-def _load(
+def load_tree(
     loader: ConfigLoaderImpl,
     config_name: str,
     overrides: Sequence[str],
@@ -148,7 +148,7 @@ def _load(
     check_sweep: bool = True,
 ) -> DictConfig:
     """Compose with Hydra; a primary config of the user's may name no job, so one is named first."""
-    with _readable():
+    with readable():
         return loader.load_configuration(
             config_name=config_name,
             overrides=["hydra.job.name=pcgsvc", *overrides],
@@ -159,7 +159,7 @@ def _load(
 
 def _sweep(loader: ConfigLoaderImpl, sweeper: DictConfig, overrides: Sequence[str]) -> Any:
     """Return the overrides of each job of a multirun."""
-    with _readable():
+    with readable():
         own = [o for o in overrides if _is_hydra(o)]
         parser = OverridesParser.create(config_loader=loader)
         params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
@@ -181,7 +181,7 @@ def _is_hydra(override: str) -> bool:
 
 
 @contextlib.contextmanager
-def _readable() -> Iterator[None]:
+def readable() -> Iterator[None]:
     """Turn whatever Hydra and OmegaConf raise for bad input into a ConfigError."""
     try:
         yield

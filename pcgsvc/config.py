@@ -114,6 +114,7 @@ class Job(enum.Enum):
     COMPILE = "compile"
     PLAN = "plan"
     CACHE = "cache"
+    CONFIG = "config"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -285,6 +286,14 @@ class BenchConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ExplainConfig:
+    """What `job=config` explains."""
+
+    explain: str | None = None
+    """A setting (`capture.sizes`) or a group of settings (`capture`); None: all settings."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """All settings of one job."""
 
@@ -298,6 +307,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    config: ExplainConfig = field(default_factory=ExplainConfig)
     on_uncovered: OnUncovered = OnUncovered.RUN
     """A call that no graph serves: `run` it uncaptured and count it, or raise an `error`."""
     outputs: Outputs = Outputs.CLONE
@@ -312,7 +322,8 @@ class Config:
     strict: bool = False
     """Anything asked for that is not being done is an error, not a warning."""
     job: Job = Job.RUN
-    """`run`, `compile` (fill the cache), `plan` or `cache` (see `cache.action`)."""
+    """`run`, `compile` (fill the cache), `plan` (trace and cut only), `cache` (see `cache.action`) or
+    `config` (see `config.explain`)."""
     prompt: str | None = None
     """Text that a model with a tokenizer continues after `job=run` has verified it."""
     max_new_tokens: int = 48

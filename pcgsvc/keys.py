@@ -31,6 +31,7 @@ NOT_IN_KEY: dict[str, str] = {
     "cache": "where things are stored",
     "debug": "looking inside changes nothing that is computed",
     "bench": "timing of what was built",
+    "config": "what is printed of the settings",
     "on_uncovered": "what a call does, not what is compiled",
     "outputs": "what a call does, not what is compiled",
     "device": "its type, class and capability are facts themselves",
