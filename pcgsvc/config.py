@@ -322,8 +322,8 @@ class Config:
     strict: bool = False
     """Anything asked for that is not being done is an error, not a warning."""
     job: Job = Job.RUN
-    """`run`, `compile` (fill the cache), `plan` (trace and cut only), `cache` (see `cache.action`) or
-    `config` (see `config.explain`)."""
+    """`run`, `compile` (fill the cache), `plan` (trace and cut only), `cache` (see
+    `cache.action`) or `config` (see `config.explain`)."""
     prompt: str | None = None
     """Text that a model with a tokenizer continues after `job=run` has verified it."""
     max_new_tokens: int = 48

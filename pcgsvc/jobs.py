@@ -29,6 +29,7 @@ from pcgsvc.report.tables import console, show_place, show_report, show_text
 from pcgsvc.request import request_of
 from pcgsvc.runner import Runner
 from pcgsvc.samples import Samples
+from pcgsvc.stages import phase
 from pcgsvc.verify import verify
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.PLAN: _plan,
         Job.COMPILE: _compile,
         Job.CACHE: _cache,
+        Job.CONFIG: _config,
     }
     return jobs[config.job](config, report_path, console())
 
@@ -52,6 +54,13 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
 def _cache(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     cache_job(config, out)
     return {}
+
+
+def _config(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    raise ConfigError(
+        "job: got 'config', which tells who set each setting, and so needs a command line: "
+        "python -m pcgsvc job=config."
+    )
 
 
 def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
@@ -74,7 +83,7 @@ def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     started = time.perf_counter()
     with progress_for(out) as progress:
-        built = prepare_only(request_of(config), progress)
+        built = prepare_only(request_of(config, progress), progress)
     report = plan_report(built)
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
     return _finish(report, report_path, out)
@@ -95,21 +104,20 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
         report = runner.report
         report["config"]["capture"]["self_check"] = asked.capture.self_check
         entries = len(parts.table.entries)
-        progress.start("verify", entries)
-        report["verify"] = verify(
-            runner,
-            samples,
-            seed=random.Random(config.seed).getrandbits(32),
-            on_entry=progress.advance,
-        )
-        progress.stop()
+        spent = {"verify": 0.0, "bench": 0.0}
+        with phase("verify", spent, progress, total=entries):
+            report["verify"] = verify(
+                runner,
+                samples,
+                seed=random.Random(config.seed).getrandbits(32),
+                on_entry=progress.advance,
+            )
         report["bench"] = []
         if config.bench.enabled:
-            progress.start("bench", entries)
-            report["bench"] = bench_entries(
-                runner, samples, repeats=config.bench.repeats, on_entry=progress.advance
-            )
-            progress.stop()
+            with phase("bench", spent, progress, total=entries):
+                report["bench"] = bench_entries(
+                    runner, samples, repeats=config.bench.repeats, on_entry=progress.advance
+                )
         text = _continue_prompt(runner, config) if config.prompt is not None else None
         report["dispatch"] = runner.stats()
     _finish(report, report_path, out)

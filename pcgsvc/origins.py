@@ -67,7 +67,7 @@ def compose_with_origins(
         value = resolved[path]
         if value != composed[path]:
             by = f"pcgsvc, for device={device_of(config).type} ({by}: {_word(composed[path])})"
-        elif value is None:
+        elif value is None or value == "auto":
             value, found = _outside(path, config)
             by = found or by
         origins[path] = Origin(value, by)
@@ -145,6 +145,8 @@ def _environment(value: Any) -> str:
 
 def _outside(path: str, config: Config) -> tuple[Any, str | None]:
     """Return what stands in for a setting that is left open, and who chooses it."""
+    if path == "device":
+        return str(device_of(config)), "pcgsvc: what this machine has"
     if path == "cache.dir":
         root, source = find_root()
         known = f"environment ({source})" if source == ENVIRONMENT_NAME else f"pcgsvc: {source}"

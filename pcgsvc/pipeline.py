@@ -49,7 +49,7 @@ from pcgsvc.request import (
 )
 from pcgsvc.runner import OutputPlan, Runner, RunnerParts
 from pcgsvc.samples import Samples
-from pcgsvc.stages import Stages, on_capture_stream
+from pcgsvc.stages import Stages, on_capture_stream, phase
 from pcgsvc.store import Store
 from pcgsvc.verify import preserved, self_check
 from pcgsvc.workspace import Workspace, usable_sizes
@@ -118,7 +118,8 @@ def build_runner(
 
 def build_from_config(config: Config, progress: Progress | None = None) -> Runner:
     """Build the configured model and a runner for it; `config` is as composed or resolved."""
-    return build(request_of(config), progress or Silent())
+    progress = progress or Silent()
+    return build(request_of(config, progress), progress)
 
 
 def build(request: Request, progress: Progress) -> Runner:
@@ -140,7 +141,7 @@ def build(request: Request, progress: Progress) -> Runner:
             parts.report = build_report(built, table, workspace)
             runner = Runner(parts, at_close=lambda: _at_close(folder, workspace))
             if config.capture.self_check:
-                _self_check(runner, samples)
+                _self_check(runner, samples, progress)
     if config.strict and table.skipped:
         runner.close()
         raise ConfigError(f"strict=true, and some sizes were not captured: {table.skipped}")
@@ -365,10 +366,11 @@ def _capture(
     return table
 
 
-def _self_check(runner: Runner, samples: Samples) -> None:
+def _self_check(runner: Runner, samples: Samples, progress: Progress) -> None:
     """Replay every entry once against the module; a difference ends the build."""
     try:
-        self_check(runner, samples)
+        with phase("check", {"check": 0.0}, progress, total=len(runner.parts.table.entries)):
+            self_check(runner, samples, progress.advance)
     except VerifyError:
         runner.close()
         raise

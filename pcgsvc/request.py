@@ -7,6 +7,7 @@ asks for. Knows nothing of tracing, compilers or graphs.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,12 @@ from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.process import BUILD_LOCK
+from pcgsvc.progress import Progress, Silent
 from pcgsvc.samples import Samples
 from pcgsvc.traced import Binding, InputSpec
 from pcgsvc.workspace import ShapeWorkspace, Workspace, cache_geometry, usable_sizes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -81,21 +85,28 @@ def request_for(
     return Request(config=given, device=device, bundle=bundle, inputs=specs, constants=constants)
 
 
-def request_of(config: Config) -> Request:
-    """Resolve and validate a config and build its model."""
+def request_of(config: Config, progress: Progress | None = None) -> Request:
+    """Resolve and validate a config and build its model; `progress` hears of it."""
+    progress = progress or Silent()
     started = time.perf_counter()
     device = device_of(config)
     config = resolve(config, device_type=device.type)
     validate(config, device_type=device.type)
     validate_model(config)
-    bundle = build_model(config, device=device, dtype=dtype_of(config))
+    progress.start("model", 1)
+    try:
+        bundle = build_model(config, device=device, dtype=dtype_of(config))
+    finally:
+        progress.stop()
+    seconds = time.perf_counter() - started
+    logger.info("model: %.3f s", seconds)
     return Request(
         config=config,
         device=device,
         bundle=bundle,
         inputs=bundle_specs(bundle),
         constants={},
-        weights_s=time.perf_counter() - started,
+        weights_s=seconds,
     )
 
 

@@ -114,7 +114,7 @@ pcgsvc: piecewise CUDA graphs for PyTorch.
   pcgsvc model=llama mode=full_and_piecewise    build, verify, time, report
   pcgsvc -m capture.sizes='[1,2],[1,2,4,8]'     one job per value
   pcgsvc job=plan                               show where it would be cut
-  pcgsvc job=config config.explain=capture      explain settings, and who set them
+  pcgsvc job=config config.explain=capture      say who set what, and why
   pcgsvc --config-dir DIR model=mine            with your DIR/model/mine.yaml
   pcgsvc --cfg job                              print the composed settings
 

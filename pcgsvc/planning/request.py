@@ -76,8 +76,10 @@ def plan_request(config: Config, progress: Progress, *, real: str | None = None)
             "CPU's way"
         )
     progress.start("model", 1)
-    bundle, inputs = _build(config, home, planned)
-    progress.stop()
+    try:
+        bundle, inputs = _build(config, home, planned)
+    finally:
+        progress.stop()
     if bundle.attention is not None:
         _choose_backend(config, home, planned)
     request = Request(
