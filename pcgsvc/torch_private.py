@@ -254,11 +254,14 @@ def fake_tensors() -> Any:
     """Return a block in which whatever is made has a shape and no memory; it may be entered again.
 
     Real tensors that meet those inside are taken for such as well. Unlike `fake_mode` it has no
-    symbols: all sizes are numbers.
+    symbols: all sizes are numbers. Asking for an address raises: a kernel that is launched by hand
+    would else get a null pointer.
     """
+    import torch._functorch.config as functorch_config
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager

@@ -522,6 +522,9 @@ def test_fake_tensors_have_shapes_a_device_and_no_memory() -> None:
     assert private.has_memory(inside)
     assert not private.has_memory(torch.empty(2, device="meta"))
     assert made.untyped_storage().nbytes() == 4 << 40
+    for tensor in (made, mixed):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            tensor.data_ptr()
     with block:  # again
         assert (made + 1).shape == made.shape
 
