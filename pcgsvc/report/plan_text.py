@@ -19,6 +19,7 @@ _MOST_OPS = 8
 
 def show_plan(out: Console, plan: dict[str, Any]) -> None:
     """Print what `job=plan` found beyond the split."""
+    _rows(out, "ops", [escape(ops_words(kind)) for kind in plan["kinds"]])
     _rows(out, "why", [escape(plan["mode"])])
     _rows(out, "support", [escape(support_words(row)) for row in plan["support"]])
     others = [
@@ -27,7 +28,6 @@ def show_plan(out: Console, plan: dict[str, Any]) -> None:
         if got["resolved"] != asked
     ]
     _rows(out, "", [f"asked for otherwise: {', '.join(others)}"] if others else [])
-    _rows(out, "ops", [escape(ops_words(kind)) for kind in plan["kinds"]])
     _rows(out, "graphs", [graphs_words(plan["graphs"])])
     skipped = plan["graphs"]["skipped"]
     _rows(out, "skipped", [escape(f"size {s['size']}: {s['reason']}") for s in skipped])
