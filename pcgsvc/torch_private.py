@@ -286,6 +286,11 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
     return unset_fake_temporarily()
 
 
+def shapes_only() -> bool:
+    """Whether this code runs inside a block of fake tensors, where nothing has values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor has values, and not a shape alone."""
     from torch._subclasses.fake_tensor import FakeTensor

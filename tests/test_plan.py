@@ -35,7 +35,7 @@ from pcgsvc.planning.pool import MIB, Event, Pool
 from pcgsvc.planning.tracked import Tracked
 from pcgsvc.preflight import check
 from pcgsvc.progress import Silent
-from pcgsvc.report import plan_files
+from pcgsvc.report import plan_files, plan_svg
 from pcgsvc.report.fold import fold
 from pcgsvc.report.plan import plan_section
 from pcgsvc.report.report import plan_report
@@ -500,3 +500,32 @@ def test_an_8b_model_is_planned_within_a_minute_and_4_gib(tmp_path: Path) -> Non
     assert partition["num_unique_pieces"] == 3
     assert report["plan"]["weights_in_memory"] is False
     assert {"repeat": 31, "kinds": [1, 2]} in report["plan"]["sequence"]
+
+
+def boxes_of(*stretches: tuple[int, int]) -> list[plan_svg.Cell]:
+    """Return boxes of stretches, each (length, repeat)."""
+    plan_ = {"sequence": [{"kinds": [0] * n, "repeat": r} for n, r in stretches]}
+    return plan_svg.cells(plan_)
+
+
+@pytest.mark.parametrize(
+    ("stretches", "rows"),
+    [
+        ([(3, 1)], [0] * 3),
+        ([(10, 1)], [0] * 8 + [1] * 2),
+        ([(6, 1), (4, 9)], [0] * 6 + [1] * 4),  # what repeats stays together
+        ([(2, 1), (4, 9), (3, 1)], [0] * 8 + [1]),
+        ([(1, 1), (12, 2)], [0] + [1] * 8 + [2] * 4),  # longer than any row
+    ],
+)
+def test_boxes_fill_rows_and_repetitions_are_not_torn(
+    stretches: list[tuple[int, int]], rows: list[int]
+) -> None:
+    assert [row for row, _ in plan_svg._places(boxes_of(*stretches))] == rows
+
+
+def test_a_budget_that_the_pool_passes_is_told() -> None:
+    done = planned(*SMALL, "capture.memory_budget=1000")
+    assert any("passes capture.memory_budget=1000 bytes" in n for n in done.memory.notes)
+    done = planned(*SMALL, "capture.memory_budget=1GiB")
+    assert not any("memory_budget" in n for n in done.memory.notes)

@@ -514,8 +514,11 @@ def test_fake_tensors_have_shapes_a_device_and_no_memory() -> None:
     with block:
         made = torch.empty(1 << 40, dtype=torch.float32)
         mixed = made[:2] + real
+        assert private.shapes_only()
         with private.real_tensors():
+            assert not private.shapes_only()
             inside = torch.ones(2)
+    assert not private.shapes_only()
     assert not private.has_memory(made)
     assert not private.has_memory(mixed)
     assert private.has_memory(real)

@@ -34,6 +34,8 @@ class Family:
     validate: Callable[[Config], object]
     """Checks what the settings say, without building anything."""
     build: Callable[[Config, torch.device, torch.dtype], ModelBundle]
+    """Makes the model. For a plan it is called where tensors have no values: it then reads no
+    checkpoint and checks no result (`torch_private.shapes_only`)."""
 
 
 def families() -> dict[str, Family]:
@@ -139,7 +141,7 @@ def _load(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: Tokenizer | None
 ) -> ModelBundle:
     module = Llama(checkpoint.dims, device=device, dtype=dtype)
-    if torch_private.has_memory(next(module.parameters())):  # a plan needs the shapes alone
+    if not torch_private.shapes_only():
         load_weights(module, checkpoint)
     return _bundle(module, device, tokenizer)
 

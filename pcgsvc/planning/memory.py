@@ -137,11 +137,18 @@ def graph_memory(
             "CUDA's own memory comes on top: on an H200 0.4 MiB (eager) to 1 MiB (inductor) per "
             "graph of about 8 kernels"
         )
+        taken = pool.num_bytes
     else:
+        taken = sums
         estimate.add(
             "graph pool",
             sums,
             f"recordings share nothing: every result of every entry, {_source(fused)}",
+        )
+    budget = config.capture.memory_budget
+    if budget is not None and taken > budget:
+        estimate.notes.append(
+            f"the graph pool passes capture.memory_budget={budget} bytes: a run would skip sizes"
         )
 
 

@@ -76,6 +76,13 @@ class Plan:
                 found[mode.value] = {"entries": count, "per_entry": each, "graphs": count * each}
         return found
 
+    def num_artifacts(self) -> int:
+        """Return how many pieces a cold start would compile."""
+        config, image = self.built.request.config, self.built.image
+        if config.partition.strategy is Strategy.BREAKABLE:
+            return len(self.compile_modules)
+        return len(image.documents) * (1 + len(config.compiler.specialize_sizes))
+
     def support(self) -> list[dict[str, str]]:
         """Return how far each splitting op may go into a graph, and who says so."""
         config, rows = self.built.request.config, []
@@ -86,8 +93,8 @@ class Plan:
 
     def modes(self) -> dict[str, Resolution]:
         """Return what each mode would become, had it been asked for."""
-        level = self.built.support
-        return {
+        level, asked = self.built.support, self.built.resolution
+        found = {
             mode.value: resolve_mode(
                 mode,
                 level,
@@ -97,6 +104,7 @@ class Plan:
             )
             for mode in Mode
         }
+        return {**found, asked.requested.value: asked}
 
 
 def _said_by(name: str, config: Config) -> str:

@@ -51,6 +51,7 @@ def plan_section(plan: Plan) -> dict[str, Any]:
         },
         "kinds": [kind.as_json() for kind in _gathered(kinds)],
         "sequence": _sequence(kinds),
+        "num_artifacts": plan.num_artifacts(),
         "compile_modules": list(plan.compile_modules),
         "memory": as_json(plan.memory),
         "notes": list(plan.planned.notes),

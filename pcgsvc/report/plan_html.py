@@ -39,7 +39,7 @@ pre { background: #f6f6f4; padding: .7em; overflow-x: auto; margin: .4em 0; }
 .box { border: 2px solid; border-radius: 8px; padding: .35em .7em; min-width: 6em;
        text-align: center; text-decoration: none; color: #fff; }
 .box.boundary, .box.inline { background: #fff; border-radius: 0; }
-.box small { display: block; }
+.box small { display: block; max-width: 16em; overflow-wrap: anywhere; }
 .swatch { display: inline-block; width: .9em; height: .9em; border: 2px solid; }
 .bar { height: .8em; background: #355c7d; min-width: 1px; }
 .warning { background: #fff3cd; padding: .4em .7em; border-left: 4px solid #d9a400; }

@@ -20,7 +20,7 @@ COLOURS = ("#4c78a8", "#72a36b", "#b279a2", "#d0a43c", "#5fb3b3", "#9d755d", "#8
 """Of the kinds of region, in order; a ninth kind has the first one's colour again."""
 BOUNDARY = "#e4572e"
 _INK, _FAINT = "#222222", "#777777"
-_WIDTH = 11.0
+_WIDTH = 11.5
 """Inches."""
 _PER_ROW = 8
 """Boxes beside each other."""
@@ -65,7 +65,8 @@ def plan_svg(report: dict[str, Any]) -> str:
 
     plan = report["plan"]
     boxes = cells(plan)
-    rows = -(-len(boxes) // _PER_ROW)
+    places = _places(boxes)
+    rows = 1 + max((row for row, _ in places), default=0)
     legend = _legend(plan["kinds"])
     heights = (
         0.95,
@@ -88,7 +89,7 @@ def plan_svg(report: dict[str, Any]) -> str:
             axis.set_axis_off()
             axes.append(axis)
         _title(axes[0], report)
-        _chain(axes[1], plan["kinds"], boxes, heights[1])
+        _chain(axes[1], plan["kinds"], list(zip(boxes, places, strict=True)), heights[1])
         _kinds(axes[2], plan["kinds"], legend, heights[2])
         _memory(axes[3], plan["memory"])
         out = io.StringIO()
@@ -105,9 +106,10 @@ def title_words(report: dict[str, Any]) -> str:
 
 def split_words(partition: dict[str, Any]) -> str:
     """Return how often it is cut."""
+    regions, boundaries = partition["num_regions"], partition["num_boundaries"]
     return (
-        f"{partition['num_regions']} regions ({partition['num_unique_pieces']} unique), "
-        f"{partition['num_boundaries']} boundaries, by {partition['strategy']}"
+        f"{regions} region{'s' if regions != 1 else ''} ({partition['num_unique_pieces']} unique), "
+        f"{boundaries} boundar{'ies' if boundaries != 1 else 'y'}, by {partition['strategy']}"
     )
 
 
@@ -130,11 +132,31 @@ def _cut(text: str, width: int) -> str:
 # ---- the chain -----------------------------------------------------------------------------------
 
 
-def _chain(axis: Axes, kinds: list[dict[str, Any]], boxes: list[Cell], height: float) -> None:
-    """Draw the boxes row by row, arrows between them, and a frame around what repeats."""
-    step, begun = _BOX + _GAP, 0
+def _places(boxes: list[Cell]) -> list[tuple[int, int]]:
+    """Return row and column of every box; what repeats begins a row if it would not fit in one."""
+    places: list[tuple[int, int]] = []
+    row = column = 0
     for at, cell in enumerate(boxes):
-        row, column = divmod(at, _PER_ROW)
+        if cell.first and cell.repeat > 1:
+            length = 1 + next(n for n, c in enumerate(boxes[at:]) if c.last)
+            if column and column + length > _PER_ROW:
+                row, column = row + 1, 0
+        if column == _PER_ROW:
+            row, column = row + 1, 0
+        places.append((row, column))
+        column += 1
+    return places
+
+
+def _chain(
+    axis: Axes,
+    kinds: list[dict[str, Any]],
+    boxes: list[tuple[Cell, tuple[int, int]]],
+    height: float,
+) -> None:
+    """Draw the boxes row by row, arrows between them, and a frame around what repeats."""
+    step, begun, whole = _BOX + _GAP, 0, True
+    for at, (cell, (row, column)) in enumerate(boxes):
         x, y = 0.3 + column * step, height - (row + 1) * _ROW + 0.25
         _box(axis, kinds[cell.kind], colour_of(kinds, cell.kind), x, y)
         if at + 1 < len(boxes):
@@ -144,10 +166,12 @@ def _chain(axis: Axes, kinds: list[dict[str, Any]], boxes: list[Cell], height: f
                 (x + _BOX, y + 0.4),
                 arrowprops={"arrowstyle": "-|>", "color": _FAINT, "lw": 1},
             )
-        begun = at if cell.first or column == 0 else begun
-        if cell.repeat > 1 and (cell.last or column == _PER_ROW - 1):
-            left = 0.3 + (begun % _PER_ROW) * step
-            _frame(axis, left, y, x + _BOX - left, cell.repeat)
+        if cell.first or column == 0:
+            begun, whole = column, cell.first
+        if cell.repeat > 1 and (cell.last or boxes[at + 1][1][0] != row):
+            left = 0.3 + begun * step
+            label = f"{cell.repeat} times" if whole else f"{cell.repeat} times, continued"
+            _frame(axis, left, y, x + _BOX - left, label)
 
 
 def _box(axis: Axes, kind: dict[str, Any], colour: str, x: float, y: float) -> None:
@@ -178,7 +202,7 @@ def _box(axis: Axes, kind: dict[str, Any], colour: str, x: float, y: float) -> N
         )
 
 
-def _frame(axis: Axes, x: float, y: float, width: float, repeat: int) -> None:
+def _frame(axis: Axes, x: float, y: float, width: float, label: str) -> None:
     from matplotlib.patches import Rectangle
 
     pad = 0.09
@@ -196,7 +220,7 @@ def _frame(axis: Axes, x: float, y: float, width: float, repeat: int) -> None:
     axis.text(
         x + width / 2,
         y + 0.95,
-        f"{repeat} times",
+        label,
         fontsize=10,
         weight="bold",
         ha="center",

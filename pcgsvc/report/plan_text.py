@@ -27,7 +27,7 @@ def show_plan(out: Console, plan: dict[str, Any]) -> None:
         for asked, got in plan["modes"].items()
         if got["resolved"] != asked
     ]
-    _rows(out, "", [f"asked for otherwise: {', '.join(others)}"] if others else [])
+    _rows(out, "", [f"other modes: {', '.join(others)}"] if others else [])
     _rows(out, "graphs", [graphs_words(plan["graphs"])])
     skipped = plan["graphs"]["skipped"]
     _rows(out, "skipped", [escape(f"size {s['size']}: {s['reason']}") for s in skipped])

@@ -139,7 +139,8 @@ def _compile(out: Console, report: dict[str, Any]) -> None:
     compile_ = report["compile"]
     done = f"{compile_['num_compiled']} compiled, {compile_['num_loaded']} loaded"
     if report["config"]["job"] == "plan":
-        done = "nothing compiled, since job=plan"
+        wanted = report["plan"]["num_artifacts"] if "plan" in report else 0
+        done = f"nothing compiled, since job=plan; {_count(wanted, 'piece')} to compile"
     _fact(out, "compile", f"{compile_['compiler']}, {compile_['start']} start: {done}")
 
 
