@@ -182,9 +182,7 @@ def _building(request: Request) -> Iterator[CompilerFolder]:
 # ---- the stages ----------------------------------------------------------------------------------
 
 
-def prepare(
-    request: Request, folder: CompilerFolder, store: Store, progress: Progress
-) -> Built:
+def prepare(request: Request, folder: CompilerFolder, store: Store, progress: Progress) -> Built:
     """Load the program, or trace, split and compile it; then resolve the mode."""
     config = request.config
     if config.compiler.passes:

@@ -88,6 +88,7 @@ def test_a_plan_gives_the_pieces_and_hashes_of_a_build_without_any_weights() -> 
         [*SMALL, "mode=piecewise"],
         [*SMALL, "mode=piecewise", "partition.strategy=breakable"],
         [*SMALL, "attention=varlen"],
+        [*SMALL, "partition.splitting_ops=[]"],
         ["model=two_regions", "device=cpu", "capture.sizes=[1,2,8]"],
         ["model=two_regions", "device=cpu", "partition.strategy=breakable"],
     ],

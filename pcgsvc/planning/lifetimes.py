@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.nodes import mutated_args, op_names
+from pcgsvc.ops.registry import find_spec
 from pcgsvc.partition.pieces import Partition
 from pcgsvc.planning.pool import Event
 from pcgsvc.traced import TracedGraph
@@ -187,8 +188,9 @@ class Lifetimes:
                 born.setdefault(storage.born, []).append((sid, storage))
                 dies.setdefault(storage.last, []).append(sid)
         for node, at in self._number.items():
-            if node in self._splitting:
-                yield Event("boundary", self._splitting[node])
+            name = self._splitting.get(node, op_names(node)[0])
+            if node in self._splitting or find_spec(name) is not None:
+                yield Event("boundary", name)
             gone: set[int] = set()
             for sid, storage in born.get(at, ()):
                 over = self._overwritten(at, storage.at(rows), dies, rows) - gone
@@ -214,10 +216,6 @@ class Lifetimes:
     def bridge_bytes(self, rows: int) -> int:
         """Return the bytes of what splitting ops return, which a piecewise entry keeps."""
         return sum(s.at(rows) for s in self._found.values() if s.boundary)
-
-    def boundary_names(self) -> list[str]:
-        """Return the splitting ops in order."""
-        return list(self._splitting.values())
 
 
 def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
