@@ -67,6 +67,8 @@ class Lifetimes:
         fused: whether Inductor compiles the regions.
         whole: whether it compiles them as one graph, so that borders are no reason for memory.
         results_only: count what regions hand out and nothing else: recordings of opaque pieces.
+        opaque_ops: whether a custom op that is not cut at is one step, as in recordings; else what
+            it allocates counts.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class Lifetimes:
         fused: bool,
         whole: bool = False,
         results_only: bool = False,
+        opaque_ops: bool = False,
     ) -> None:
-        self._plan = plan
+        self._plan, self._opaque_ops = plan, opaque_ops
         nodes = [node for piece in plan.pieces for node in piece.nodes]
         self._number = {node: at for at, node in enumerate(nodes)}
         self._splitting = {
@@ -189,7 +192,8 @@ class Lifetimes:
                 dies.setdefault(storage.last, []).append(sid)
         for node, at in self._number.items():
             name = self._splitting.get(node, op_names(node)[0])
-            if node in self._splitting or find_spec(name) is not None:
+            inside = not self._opaque_ops and find_spec(name) is not None
+            if node in self._splitting or inside:
                 yield Event("boundary", name)
             gone: set[int] = set()
             for sid, storage in born.get(at, ()):

@@ -167,7 +167,12 @@ def _traced(request: Request, planned: Planned, progress: Progress) -> Plan:
         fused = config.compiler.name is Compiler.INDUCTOR
         recorded = config.capture.graphs is Graphs.RECORDED
         lifetimes = Lifetimes(
-            traced, partition, fused=fused, whole=whole, results_only=fused and recorded
+            traced,
+            partition,
+            fused=fused,
+            whole=whole,
+            results_only=fused and recorded,
+            opaque_ops=recorded,
         )
         static_memory(done.memory, workspace)
         bridge_memory(done.memory, lifetimes, done.entries)
