@@ -237,6 +237,7 @@ def test_a_preset_yields_to_a_group_on_the_command_line() -> None:
     assert eager.outputs is Outputs.VIEW
 
 
+@pytest.mark.slow
 def test_debug_runs_a_model_whole(cli: Cli) -> None:  # noqa: F811
     done = cli("preset=debug", "model.num_layers=1", "capture.sizes=[2]", "bench.enabled=false")
     assert done.code == 0, done.out + done.err

@@ -81,6 +81,7 @@ def test_a_plan_gives_the_pieces_and_hashes_of_a_build_without_any_weights() -> 
     assert real["graphs"]["by_mode"] == {"piecewise": 6, "full": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -101,12 +102,14 @@ def test_the_memory_estimate_is_what_a_recorded_build_takes(overrides: list[str]
     assert graphs == real["graphs"]["by_mode"]
 
 
+@pytest.mark.slow
 def test_the_estimate_of_an_untraced_full_graph_leaves_nothing_out() -> None:
     words = [*SMALL, "mode=full", "partition.strategy=breakable"]
     estimated, real = memory_of(planned(*words))["graph pool"], run_of(*words)["graphs"]
     assert real["pool_bytes"] <= estimated <= 1.5 * real["pool_bytes"]
 
 
+@pytest.mark.slow
 def test_weights_buffers_and_cache_are_those_of_a_build() -> None:
     done = planned(*SMALL)
     with pcgsvc.load_runner([*SMALL, "cache.mode=off"]) as runner:

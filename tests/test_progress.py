@@ -81,6 +81,7 @@ def test_a_phase_that_fails_is_over_all_the_same() -> None:
     assert heard.over
 
 
+@pytest.mark.slow
 def test_without_a_terminal_each_phase_is_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_without_a_terminal_each_phase_is_one_line(
     assert "\x1b" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_in_a_terminal_each_phase_has_a_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ In: a `Plan`. Out: plain dicts of JSON types. Knows nothing of how they are show
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.nodes import op_names, user_line
 from pcgsvc.partition.pieces import Kind, Piece
 from pcgsvc.planning.memory import as_json
@@ -36,7 +36,7 @@ def plan_section(plan: Plan) -> dict[str, Any]:
     return {
         "device": str(plan.planned.target),
         "traced_on": str(plan.built.request.device),
-        "weights_in_memory": isinstance(plan.planned.fake, contextlib.nullcontext),
+        "weights_in_memory": _has_weights(plan),
         "graphs": {
             "num_graphs": sum(g["graphs"] for g in graphs.values()),
             "by_mode": graphs,
@@ -56,6 +56,12 @@ def plan_section(plan: Plan) -> dict[str, Any]:
         "memory": as_json(plan.memory),
         "notes": list(plan.planned.notes),
     }
+
+
+def _has_weights(plan: Plan) -> bool:
+    workspace = plan.built.workspace
+    assert workspace is not None
+    return any(map(torch_private.has_memory, workspace.tensors.values()))
 
 
 def _mode_words(plan: Plan) -> str:
