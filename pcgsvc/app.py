@@ -30,6 +30,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from pcgsvc.compose import CONFIG_MODULE, Command, compose_command, register_schema, words_of
+from pcgsvc.config import Job
 from pcgsvc.errors import ConfigError
 from pcgsvc.settings import help_text
 from pcgsvc.sweeps.outcome import BAD_CONFIG, FAILED, OK
@@ -63,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
                 "--config-path: pcgsvc needs its own settings; add yours with --config-dir."
             )
         command = None if words.only_hydra else _check(words)
+        if command is not None and command.jobs[0].job is Job.CONFIG:
+            return _explain(words)
         return _hand_over(argv, words, command)
     except SystemExit as ended:  # argparse after a bad option, Hydra after its own help
         return ended.code if isinstance(ended.code, int) else FAILED
@@ -163,7 +166,17 @@ def _check(words: _Words) -> Command:
         config_name=words.config_name,
     )
     check_command(command)
+    if len(command.jobs) > 1 and any(config.job is Job.CONFIG for config in command.jobs):
+        raise ConfigError("job: got 'config' in a sweep; it explains one configuration at a time.")
     return command
+
+
+def _explain(words: _Words) -> int:
+    from pcgsvc.explain import explain
+    from pcgsvc.report.tables import console
+
+    explain(words.overrides, console(), config_dir=words.config_dir, config_name=words.config_name)
+    return OK
 
 
 # ---- under Hydra ---------------------------------------------------------------------------------

@@ -279,6 +279,11 @@ class StepBuffers:
         self._flat = [h.numpy() for h in hosts]
         self._host = [self._split(flat, sizes) for flat in self._flat]
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all fields together."""
+        return self._device.nbytes
+
     def _split(self, flat: npt.NDArray[np.int32], sizes: Sequence[int]) -> list[Any]:
         edges = np.cumsum(sizes)
         parts = np.split(flat, edges)

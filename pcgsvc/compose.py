@@ -71,8 +71,8 @@ def compose(
     Raises:
         ConfigError: Hydra cannot compose it, or a setting is unknown or of the wrong kind.
     """
-    with _loader(config_dir) as loader:
-        return from_tree(_load(loader, config_name, overrides))
+    with open_loader(config_dir) as loader:
+        return from_tree(load_tree(loader, config_name, overrides))
 
 
 def compose_command(
@@ -96,16 +96,16 @@ def compose_command(
     Raises:
         ConfigError: as `compose`, for any one job.
     """
-    with _loader(config_dir) as loader:
-        whole = _load(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
+    with open_loader(config_dir) as loader:
+        whole = load_tree(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
         if not multirun and whole.hydra.mode is not RunMode.MULTIRUN:
             jobs, known = [list(overrides)], False
         else:
             multirun = True
-            _load(loader, config_name, overrides, RunMode.MULTIRUN)  # refuses hydra.x=1,2
+            load_tree(loader, config_name, overrides, RunMode.MULTIRUN)  # refuses hydra.x=1,2
             jobs, known = _sweep(loader, whole.hydra.sweeper, overrides)
         return Command(
-            jobs=[from_tree(_load(loader, config_name, job)) for job in jobs],
+            jobs=[from_tree(load_tree(loader, config_name, job)) for job in jobs],
             multirun=multirun,
             overrides=[[o for o in job if not _is_hydra(o)] for job in jobs] if known else None,
         )
@@ -120,7 +120,7 @@ def from_tree(tree: Any) -> Config:
         raise ConfigError(
             f"config: got {type(tree).__name__}; a Config, a mapping or a DictConfig is needed."
         )
-    with _readable():
+    with readable():
         plain = {str(key): _plain(tree[key]) for key in tree if key != "hydra"}
     return from_dict(plain)
 
@@ -138,7 +138,7 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
+def open_loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
     """Yield a loader over the packaged and the user's YAML; Hydra's globals are put back after."""
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"config_dir: '{config_dir}' is no folder.")
@@ -158,7 +158,7 @@ def _loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
                 del store.repo[f"{SCHEMA}.yaml"]
 
 
-def _load(
+def load_tree(
     loader: ConfigLoaderImpl,
     config_name: str,
     overrides: Sequence[str],
@@ -167,7 +167,7 @@ def _load(
     check_sweep: bool = True,
 ) -> DictConfig:
     """Compose with Hydra; a primary config of the user's may name no job, so one is named first."""
-    with _readable():
+    with readable():
         return loader.load_configuration(
             config_name=config_name,
             overrides=["hydra.job.name=pcgsvc", *overrides],
@@ -180,7 +180,7 @@ def _sweep(
     loader: ConfigLoaderImpl, sweeper: DictConfig, overrides: Sequence[str]
 ) -> tuple[list[list[str]], bool]:
     """Return the overrides of each job of a multirun, and whether these are all its jobs."""
-    with _readable():
+    with readable():
         own = [o for o in overrides if _is_hydra(o)]
         parser = OverridesParser.create(config_loader=loader)
         params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
@@ -202,7 +202,7 @@ def _is_hydra(override: str) -> bool:
 
 
 @contextlib.contextmanager
-def _readable() -> Iterator[None]:
+def readable() -> Iterator[None]:
     """Turn whatever Hydra and OmegaConf raise for bad input into a ConfigError."""
     try:
         yield

@@ -115,6 +115,7 @@ class Job(enum.Enum):
     PLAN = "plan"
     CACHE = "cache"
     COMPARE = "compare"
+    CONFIG = "config"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -307,6 +308,14 @@ class CompareConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ExplainConfig:
+    """What `job=config` explains."""
+
+    explain: str | None = None
+    """A setting (`capture.sizes`) or a group of settings (`capture`); None: all settings."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """All settings of one job."""
 
@@ -322,6 +331,7 @@ class Config:
     bench: BenchConfig = field(default_factory=BenchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
+    config: ExplainConfig = field(default_factory=ExplainConfig)
     on_uncovered: OnUncovered = OnUncovered.RUN
     """A call that no graph serves: `run` it uncaptured and count it, or raise an `error`."""
     outputs: Outputs = Outputs.CLONE
@@ -336,8 +346,9 @@ class Config:
     strict: bool = False
     """Anything asked for that is not being done is an error, not a warning."""
     job: Job = Job.RUN
-    """`run`, `compile` (fill the cache), `plan`, `cache` (see `cache.action`) or `compare` (one
-    table of existing reports)."""
+    """`run`, `compile` (fill the cache), `plan` (trace and cut only), `cache` (see
+    `cache.action`), `compare` (one table of existing reports) or `config` (see
+    `config.explain`)."""
     prompt: str | None = None
     """Text that a model with a tokenizer continues after `job=run` has verified it."""
     max_new_tokens: int = 48

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from pcgsvc.config import Config
+from pcgsvc.config import Config, Job
 from pcgsvc.errors import ConfigError, near
 
 _DTYPES = {
@@ -20,7 +20,10 @@ _DTYPES = {
 
 
 def device_of(config: Config) -> torch.device:
-    """Return the device that `config.device` means; ConfigError if there is none."""
+    """Return the device that `config.device` means; ConfigError if there is none.
+
+    A plan needs no device: `device=cuda` with `job=plan` is taken at its word on any machine.
+    """
     word = config.device
     if word == "auto":
         word = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,6 +34,8 @@ def device_of(config: Config) -> torch.device:
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise ConfigError(f"device: got {config.device!r}. Choices: auto, cpu, cuda, cuda:N.")
     if device.type == "cuda":
+        if config.job is Job.PLAN and not is_here(device):
+            return torch.device("cuda", device.index or 0)
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"device: got {config.device!r}, but this machine has no CUDA device that torch "
@@ -48,6 +53,13 @@ def device_of(config: Config) -> torch.device:
             )
         device = torch.device("cuda", index)
     return device
+
+
+def is_here(device: torch.device) -> bool:
+    """Whether this machine has a device that torch can use."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
 def dtype_of(config: Config) -> torch.dtype:

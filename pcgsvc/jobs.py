@@ -5,6 +5,7 @@ In: a validated config. Out: a report, and what a person reads. Knows nothing of
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -19,15 +20,21 @@ from pcgsvc.config import Config, Job, copy
 from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.generate import generate_ids
 from pcgsvc.pipeline import build_from_config, prepare_only
+from pcgsvc.planning.planner import plan
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.existing import read_reports, rows_of
+from pcgsvc.report.plan import plan_section
+from pcgsvc.report.plan_files import draw_plan, picture_problem
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import plan_report, write_report
 from pcgsvc.report.tables import console, show_place, show_report, show_text
 from pcgsvc.request import request_of
 from pcgsvc.runner import Runner
 from pcgsvc.samples import Samples
+from pcgsvc.stages import phase
 from pcgsvc.verify import verify
+
+logger = logging.getLogger(__name__)
 
 
 def run_job(config: Config, report_path: Path) -> dict[str, Any]:
@@ -42,6 +49,7 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.COMPILE: _compile,
         Job.CACHE: _cache,
         Job.COMPARE: _compare,
+        Job.CONFIG: _config,
     }
     return jobs[config.job](config, report_path, console())
 
@@ -59,21 +67,37 @@ def _compare(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     return {}
 
 
+def _config(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    raise ConfigError(
+        "job: got 'config', which tells who set each setting, and so needs a command line: "
+        "python -m pcgsvc job=config."
+    )
+
+
 def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
-    return _finish(_prepared(config, out, compile_pieces=False), report_path, out)
+    started = time.perf_counter()
+    problem = picture_problem()
+    if problem is not None and config.strict:
+        raise ConfigError(f"strict=true, and {problem}")
+    with progress_for(out) as progress:
+        done = plan(config, progress)
+    report = plan_report(done.built)
+    report["plan"] = plan_section(done)
+    if problem is not None:
+        logger.warning("%s", problem)
+        report["warnings"].append(problem)
+    draw_plan(report, report_path.absolute())
+    report["compile"]["seconds"]["total"] = time.perf_counter() - started
+    return _finish(report, report_path, out)
 
 
 def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
-    return _finish(_prepared(config, out, compile_pieces=True), report_path, out)
-
-
-def _prepared(config: Config, out: Console, *, compile_pieces: bool) -> dict[str, Any]:
     started = time.perf_counter()
     with progress_for(out) as progress:
-        built = prepare_only(request_of(config), progress, compile_pieces=compile_pieces)
+        built = prepare_only(request_of(config, progress), progress)
     report = plan_report(built)
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
-    return report
+    return _finish(report, report_path, out)
 
 
 def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
@@ -91,21 +115,20 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
         report = runner.report
         report["config"]["capture"]["self_check"] = asked.capture.self_check
         entries = len(parts.table.entries)
-        progress.start("verify", entries)
-        report["verify"] = verify(
-            runner,
-            samples,
-            seed=random.Random(config.seed).getrandbits(32),
-            on_entry=progress.advance,
-        )
-        progress.stop()
+        spent = {"verify": 0.0, "bench": 0.0}
+        with phase("verify", spent, progress, total=entries):
+            report["verify"] = verify(
+                runner,
+                samples,
+                seed=random.Random(config.seed).getrandbits(32),
+                on_entry=progress.advance,
+            )
         report["bench"] = []
         if config.bench.enabled:
-            progress.start("bench", entries)
-            report["bench"] = bench_entries(
-                runner, samples, repeats=config.bench.repeats, on_entry=progress.advance
-            )
-            progress.stop()
+            with phase("bench", spent, progress, total=entries):
+                report["bench"] = bench_entries(
+                    runner, samples, repeats=config.bench.repeats, on_entry=progress.advance
+                )
         text = _continue_prompt(runner, config) if config.prompt is not None else None
         report["dispatch"] = runner.stats()
     _finish(report, report_path, out)

@@ -33,6 +33,7 @@ NOT_IN_KEY: dict[str, str] = {
     "bench": "timing of what was built",
     "sweep": "which process a job runs in",
     "compare": "which reports are read",
+    "config": "what is printed of the settings",
     "on_uncovered": "what a call does, not what is compiled",
     "outputs": "what a call does, not what is compiled",
     "device": "its type, class and capability are facts themselves",

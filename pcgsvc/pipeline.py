@@ -49,7 +49,7 @@ from pcgsvc.request import (
 )
 from pcgsvc.runner import OutputPlan, Runner, RunnerParts
 from pcgsvc.samples import Samples
-from pcgsvc.stages import Stages, on_capture_stream
+from pcgsvc.stages import Stages, on_capture_stream, phase
 from pcgsvc.store import Store
 from pcgsvc.verify import preserved, self_check
 from pcgsvc.workspace import Workspace, usable_sizes
@@ -59,12 +59,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Built:
-    """What the stages before capture gave; `job=plan` and `job=compile` end here."""
+    """What the stages before capture gave; `job=compile` ends here."""
 
     request: Request
     image: ProgramImage
     program: Program | None
-    """None when nothing was to be compiled."""
+    """None for a plan, which compiles nothing."""
     resolution: Resolution
     support: Support
     attention: type[AttentionBackend] | None
@@ -118,14 +118,15 @@ def build_runner(
 
 def build_from_config(config: Config, progress: Progress | None = None) -> Runner:
     """Build the configured model and a runner for it; `config` is as composed or resolved."""
-    return build(request_of(config), progress or Silent())
+    progress = progress or Silent()
+    return build(request_of(config, progress), progress)
 
 
 def build(request: Request, progress: Progress) -> Runner:
     """Trace or load, compile, capture, check."""
     started = time.perf_counter()
     config = request.config
-    with _building(request) as folder, _open_store(config, used=True) as store:
+    with _building(request) as folder, _open_store(config) as store:
         built = prepare(request, folder, store, progress)
         tensors = {**tensors_of(request.bundle.module), **built.captured}
         workspace = built.workspace or make_workspace(
@@ -140,7 +141,7 @@ def build(request: Request, progress: Progress) -> Runner:
             parts.report = build_report(built, table, workspace)
             runner = Runner(parts, at_close=lambda: _at_close(folder, workspace))
             if config.capture.self_check:
-                _self_check(runner, samples)
+                _self_check(runner, samples, progress)
     if config.strict and table.skipped:
         runner.close()
         raise ConfigError(f"strict=true, and some sizes were not captured: {table.skipped}")
@@ -153,11 +154,11 @@ def _at_close(folder: CompilerFolder, workspace: Workspace) -> None:
     BUILD_LOCK.give_stream(stream)
 
 
-def prepare_only(request: Request, progress: Progress, *, compile_pieces: bool) -> Built:
-    """Run the stages before capture; `job=plan` and `job=compile`."""
-    with _building(request) as folder, _open_store(request.config, used=compile_pieces) as store:
+def prepare_only(request: Request, progress: Progress) -> Built:
+    """Run the stages before capture; `job=compile`."""
+    with _building(request) as folder, _open_store(request.config) as store:
         try:
-            built = prepare(request, folder, store, progress, compile_pieces=compile_pieces)
+            built = prepare(request, folder, store, progress)
             built.finish()
             return built
         finally:
@@ -181,14 +182,7 @@ def _building(request: Request) -> Iterator[CompilerFolder]:
 # ---- the stages ----------------------------------------------------------------------------------
 
 
-def prepare(
-    request: Request,
-    folder: CompilerFolder,
-    store: Store,
-    progress: Progress,
-    *,
-    compile_pieces: bool = True,
-) -> Built:
+def prepare(request: Request, folder: CompilerFolder, store: Store, progress: Progress) -> Built:
     """Load the program, or trace, split and compile it; then resolve the mode."""
     config = request.config
     if config.compiler.passes:
@@ -202,7 +196,7 @@ def prepare(
     seconds["weights"] = request.weights_s
     artifacts = Artifacts(config, request.device, store, folder)
     stages = Stages(request, artifacts, store, seconds, progress)
-    image, pieces = stages.run(compile_pieces=compile_pieces)
+    image, pieces = stages.run()
     cache = {
         "mode": config.cache.mode.value,
         "dir": str(store.folder.data) if store.folder is not None else None,
@@ -232,11 +226,11 @@ def prepare(
     )
     sizes, dropped = usable_sizes(config)
     attention = attention_of(request)
-    resolution, support = _resolve(config, image, attention)
+    resolution, support = resolve_boundaries(config, image, attention)
     built = Built(
         request=request,
         image=image,
-        program=None if pieces is None else Program(image.spec, pieces, artifacts.specialized),
+        program=Program(image.spec, pieces, artifacts.specialized),
         resolution=resolution,
         support=support,
         attention=attention,
@@ -250,26 +244,31 @@ def prepare(
         captured=stages.captured,
         finish=stages.finish,
     )
-    for warning in built.warnings:
-        logger.warning("%s", warning)
-    if config.strict and built.warnings:
-        raise ConfigError(
-            "strict=true, and what was asked for is not done: " + "; ".join(built.warnings)
-        )
+    tell(built)
     return built
 
 
-def _open_store(config: Config, *, used: bool) -> Store:
-    if not used or config.cache.mode is CacheMode.OFF:
+def tell(built: Built) -> None:
+    """Log what is not done as asked; ConfigError under `strict=true`."""
+    for warning in built.warnings:
+        logger.warning("%s", warning)
+    if built.request.config.strict and built.warnings:
+        raise ConfigError(
+            "strict=true, and what was asked for is not done: " + "; ".join(built.warnings)
+        )
+
+
+def _open_store(config: Config) -> Store:
+    if config.cache.mode is CacheMode.OFF:
         return Store(None)
     return Store.open(config.cache.dir, mode=config.cache.mode, max_bytes=config.cache.max_bytes)
 
 
-def _resolve(
+def resolve_boundaries(
     config: Config, image: ProgramImage, attention: type[AttentionBackend] | None
 ) -> tuple[Resolution, Support]:
     """Turn the requested mode into one that the ops of the graph allow."""
-    levels = [(_support_of(name, config, attention), name) for name in image.matched]
+    levels = [(support_of(name, config, attention), name) for name in image.matched]
     support, why = min(levels, default=(Support.ALWAYS, ""))
     op = find_spec(why)
     if op is not None and op.support is None:
@@ -277,8 +276,7 @@ def _resolve(
     uncut = [
         name
         for name in sorted(set(image.ops) - set(image.matched))
-        if find_spec(name) is not None
-        and _support_of(name, config, attention) is not Support.ALWAYS
+        if find_spec(name) is not None and support_of(name, config, attention) is not Support.ALWAYS
     ]
     if uncut and config.mode is not Mode.NONE:
         reason = (
@@ -296,7 +294,7 @@ def _resolve(
     return resolution, support
 
 
-def _support_of(name: str, config: Config, attention: type[AttentionBackend] | None) -> Support:
+def support_of(name: str, config: Config, attention: type[AttentionBackend] | None) -> Support:
     """Return how far an op may go into a graph; ops that nobody registered never do."""
     op = find_spec(name)
     if op is None:
@@ -366,10 +364,11 @@ def _capture(
     return table
 
 
-def _self_check(runner: Runner, samples: Samples) -> None:
+def _self_check(runner: Runner, samples: Samples, progress: Progress) -> None:
     """Replay every entry once against the module; a difference ends the build."""
     try:
-        self_check(runner, samples)
+        with phase("check", {"check": 0.0}, progress, total=len(runner.parts.table.entries)):
+            self_check(runner, samples, progress.advance)
     except VerifyError:
         runner.close()
         raise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pcgsvc.compose import Command
 from pcgsvc.config import Config, Job, resolve, validate
-from pcgsvc.devices import device_of, dtype_of
+from pcgsvc.devices import device_of, dtype_of, is_here
 from pcgsvc.dispatch import resolve_mode
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.models.catalog import validate_model
@@ -53,7 +53,9 @@ def check(config: Config) -> None:
     validate(resolved, device_type=device.type)
     dtype_of(resolved)
     validate_model(resolved)
-    find_backend(resolved.attention.name).check(device)
+    backend = find_backend(resolved.attention.name)
+    if is_here(device):  # else it is planned for, and its kernels need not load
+        backend.check(device)
     _check_op_names(resolved)
     _check_paths(resolved)
     _check_prompt(resolved)

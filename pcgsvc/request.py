@@ -6,6 +6,8 @@ asks for. Knows nothing of tracing, compilers or graphs.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +24,28 @@ from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.process import BUILD_LOCK
+from pcgsvc.progress import Progress, Silent
 from pcgsvc.samples import Samples
 from pcgsvc.traced import Binding, InputSpec
-from pcgsvc.workspace import Workspace, cache_geometry, usable_sizes
+from pcgsvc.workspace import ShapeWorkspace, Workspace, cache_geometry, usable_sizes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Planned:
+    """What is special about a request of which nothing is built."""
+
+    target: torch.device
+    """The device that is planned for. Where this machine lacks it, `Request.device` is the CPU."""
+    fake: contextlib.AbstractContextManager[Any]
+    """A block in which tensors have no memory; does nothing if the model needs real ones."""
+    notes: list[str]
+    """What a reader of the plan must know."""
+    warnings: list[str]
+    """What the plan could not do as it should."""
+    backend: type[AttentionBackend] | None = None
+    """Holds the KV cache in place of a backend that cannot be made on this machine."""
 
 
 @dataclass(kw_only=True)
@@ -40,6 +61,8 @@ class Request:
     """Arguments that are no tensors; frozen."""
     weights_s: float = 0.0
     """How long the model took to build, in seconds."""
+    planned: Planned | None = None
+    """Set for `job=plan`: the model's tensors have shapes and no memory."""
 
 
 def request_for(
@@ -62,21 +85,28 @@ def request_for(
     return Request(config=given, device=device, bundle=bundle, inputs=specs, constants=constants)
 
 
-def request_of(config: Config) -> Request:
-    """Resolve and validate a config and build its model."""
+def request_of(config: Config, progress: Progress | None = None) -> Request:
+    """Resolve and validate a config and build its model; `progress` hears of it."""
+    progress = progress or Silent()
     started = time.perf_counter()
     device = device_of(config)
     config = resolve(config, device_type=device.type)
     validate(config, device_type=device.type)
     validate_model(config)
-    bundle = build_model(config, device=device, dtype=dtype_of(config))
+    progress.start("model", 1)
+    try:
+        bundle = build_model(config, device=device, dtype=dtype_of(config))
+    finally:
+        progress.stop()
+    seconds = time.perf_counter() - started
+    logger.info("model: %.3f s", seconds)
     return Request(
         config=config,
         device=device,
         bundle=bundle,
         inputs=bundle_specs(bundle),
         constants={},
-        weights_s=time.perf_counter() - started,
+        weights_s=seconds,
     )
 
 
@@ -96,6 +126,9 @@ def make_workspace(
     max_tokens = max(sizes)
     max_reqs = config.attention.max_num_reqs or max_tokens
     geometry, attention, backend = None, None, attention_of(request)
+    planned = request.planned
+    if planned is not None and planned.backend is not None:
+        backend = planned.backend
     if spec is not None and backend is not None:
         geometry = cache_geometry(config, spec, max_tokens=max_tokens, max_reqs=max_reqs)
         attention = backend(
@@ -105,7 +138,8 @@ def make_workspace(
             device=request.device,
             dtype=dtype_of(config),
         )
-    return Workspace(
+    kind = Workspace if planned is None else ShapeWorkspace
+    return kind(
         inputs=request.inputs,
         bindings=bindings,
         tensors=tensors,
@@ -114,7 +148,7 @@ def make_workspace(
         attention=attention,
         geometry=geometry,
         device=request.device,
-        stream=BUILD_LOCK.take_stream(request.device),
+        stream=BUILD_LOCK.take_stream(request.device) if planned is None else None,
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcgsvc.config import Config
+from pcgsvc.keys import NOT_IN_KEY
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,35 @@ def walk(cls: type[Any] = Config, prefix: str = "") -> Iterator[Setting]:
         )
 
 
+_UNITS = ("tokens", "bytes", "seconds", "features")
+
+
+def unit_of(setting: Setting) -> str:
+    """Return the unit of a setting's value, or what kind of value it is where it has none."""
+    kind = typing.get_origin(setting.kind) or setting.kind
+    if setting.choices:
+        return f"one of: {', '.join(setting.choices)}"
+    if kind is bool:
+        return "true or false"
+    if kind in (list, dict):
+        of = " of tokens" if "in tokens" in setting.doc or "sizes" in setting.path else ""
+        return f"a list{of}" if kind is list else "names with values"
+    if kind is str:
+        return "text"
+    words = setting.doc.lower()
+    found = [u for u in _UNITS if f"in {u}" in words or words.startswith((f"{u} ", f"most {u} "))]
+    if found:
+        return found[0]
+    return "a count" if kind is int else "a number"
+
+
+def key_reason(path: str) -> str | None:
+    """Return why a setting is left out of cache keys; None: it is in them."""
+    parts = path.split(".")
+    names = (".".join(parts[: n + 1]) for n in range(len(parts)))
+    return next((NOT_IN_KEY[name] for name in names if name in NOT_IN_KEY), None)
+
+
 def _without_none(hint: Any) -> Any:
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return hint
@@ -85,6 +115,7 @@ pcgsvc: piecewise CUDA graphs for PyTorch.
   pcgsvc -m capture.sizes='[1,2],[1,2,4,8]'     one job per value
   pcgsvc job=plan                               show where it would be cut
   pcgsvc job=compare compare.reports='[DIR]'    one table of the reports there
+  pcgsvc job=config config.explain=capture      say who set what, and why
   pcgsvc --config-dir DIR model=mine            with your DIR/model/mine.yaml
   pcgsvc --cfg job                              print the composed settings
 
@@ -110,12 +141,13 @@ def help_text(groups: dict[str, list[str]], width: int) -> str:
             text += f" Choices: {', '.join(setting.choices)}."
         indent = " " * 6
         wrapped = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
-        blocks.append(f"  {setting.path}={_word(setting.default)}\n{wrapped}")
+        blocks.append(f"  {setting.path}={word_of(setting.default)}\n{wrapped}")
     listed = "\n".join(f"  {name}={' | '.join(options)}" for name, options in groups.items())
     return _HELP.format(groups=listed, settings="\n".join(blocks))
 
 
-def _word(value: Any) -> str:
+def word_of(value: Any) -> str:
+    """Return a value as it is written on the command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

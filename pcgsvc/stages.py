@@ -35,7 +35,7 @@ from pcgsvc.partition.fx import check_aliases, partition_fx
 from pcgsvc.partition.inductor import partition_inductor
 from pcgsvc.partition.pieces import Partition, Piece
 from pcgsvc.partition.submodules import chosen, compile_submodules
-from pcgsvc.program import CompiledPiece
+from pcgsvc.program import Boundaries, CompiledPiece
 from pcgsvc.progress import Progress
 from pcgsvc.reads import NotCanonicalError, files_of, reads_of
 from pcgsvc.request import Request, make_samples, make_workspace
@@ -72,37 +72,17 @@ class Stages:
         self.finish: Callable[[], None] = lambda: None
         """Stores what only running the program tells; see `Artifacts.finish`."""
 
-    def run(self, *, compile_pieces: bool) -> tuple[ProgramImage, dict[str, CompiledPiece] | None]:
-        """Return the program; its pieces are None when nothing was to be compiled."""
+    def run(self) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
+        """Return the program and its pieces."""
         if self._config.partition.strategy is Strategy.BREAKABLE:
             return self._learn()
-        if not compile_pieces:
-            return self.plan(), None
         return self.load_or_make()
 
     def _learn(self) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
         """Run the forward as it is; there is nothing to trace and nothing to store."""
-        request, names = self._request, self._config.partition
+        request = self._request
         module = request.bundle.module
-        boundaries = boundary_names(names.splitting_ops, names.extra_splitting_ops)
-        inputs = [Binding(kind="input", name=s.name, spec=None) for s in request.inputs]
-        workspace = make_workspace(request, inputs, tensors_of(module))
-        buffers = {n: t for n, t in workspace.tensors.items() if n in buffer_names(module)}
-        largest = workspace.max_tokens
-        with (
-            phase("split", self._seconds, self._progress),
-            on_capture_stream(workspace),
-            preserved(buffers),
-        ):
-            learned = learn(
-                module,
-                workspace,
-                make_samples(request, workspace),
-                request.constants,
-                boundaries,
-                (largest, max(1, largest - 1)),
-            )
-        self.workspace = workspace
+        learned, self.workspace, boundaries = learn_forward(request, self._seconds, self._progress)
         self.warnings += learned.warnings
         self.misses.append("partition.strategy=breakable: the forward is run anew at each start")
         piece = ModulePiece(module, [s.name for s in request.inputs], request.constants, boundaries)
@@ -144,11 +124,6 @@ class Stages:
             found = self._load(facts) if there else None
             return found or self._make(facts)
 
-    def plan(self) -> ProgramImage:
-        """Trace and split only."""
-        traced, plan = self._trace_and_split()
-        return image_of(traced, plan, plan, reads=[], files={})
-
     def _facts(self) -> dict[str, Any] | None:
         request = self._request
         try:
@@ -183,7 +158,13 @@ class Stages:
     def _make(
         self, facts: Mapping[str, Any] | None
     ) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
-        traced, plan = self._trace_and_split()
+        inductor = self._config.compiler.name is Compiler.INDUCTOR
+        traced, plan = trace_and_split(
+            self._request,
+            self._seconds,
+            self._progress,
+            ready=partial(self._ready_compilers, inductor=inductor),
+        )
         whole = self._config.partition.strategy is Strategy.INDUCTOR
         partition = partition_inductor(traced, plan) if whole else plan
         module, constants = self._request.bundle.module, self._request.constants
@@ -213,23 +194,6 @@ class Stages:
             self.finish = partial(self._artifacts.finish, facts, image, pieces)
         return image, pieces
 
-    def _trace_and_split(self) -> tuple[TracedGraph, Partition]:
-        request, config = self._request, self._config
-        inductor = config.compiler.name is Compiler.INDUCTOR
-        with phase("import", self._seconds, self._progress):
-            self._ready_compilers(inductor=inductor)
-        with phase("trace", self._seconds, self._progress):
-            traced = trace(request.bundle.module, request.inputs, request.constants)
-        refuse_outputs(traced)
-        with phase("split", self._seconds, self._progress):
-            names = config.partition
-            partition = partition_fx(traced, names.splitting_ops, names.extra_splitting_ops)
-            if inductor and config.partition.strategy is Strategy.FX:
-                check_aliases(partition)
-        for note in partition.warnings:
-            logger.info("%s", note)
-        return traced, partition
-
     def _compile(self, piece: Piece, size: int | None = None) -> CompiledPiece:
         folder = self._config.debug.dump_dir
         dump_path = None
@@ -253,6 +217,63 @@ class Stages:
         self.misses.append(words)
         if self._config.cache.mode is not CacheMode.OFF:
             self.warnings.append(words)
+
+
+def trace_and_split(
+    request: Request,
+    seconds: dict[str, float],
+    progress: Progress,
+    *,
+    ready: Callable[[], None],
+) -> tuple[TracedGraph, Partition]:
+    """Trace the model and cut it by the `fx` strategy, of which every traced strategy makes use.
+
+    Args:
+        request: what is built.
+        seconds: gets the phases' times.
+        progress: hears of the phases.
+        ready: imports what is needed, so that the seconds it takes can be told apart.
+    """
+    config = request.config
+    with phase("import", seconds, progress):
+        ready()
+    with phase("trace", seconds, progress):
+        traced = trace(request.bundle.module, request.inputs, request.constants)
+    refuse_outputs(traced)
+    with phase("split", seconds, progress):
+        names = config.partition
+        partition = partition_fx(traced, names.splitting_ops, names.extra_splitting_ops)
+        if config.compiler.name is Compiler.INDUCTOR and names.strategy is Strategy.FX:
+            check_aliases(partition)
+    for note in partition.warnings:
+        logger.info("%s", note)
+    return traced, partition
+
+
+def learn_forward(
+    request: Request, seconds: dict[str, float], progress: Progress
+) -> tuple[Learned, Workspace, Boundaries]:
+    """Run an untraced model's forward to learn what it returns and where it breaks."""
+    names, module = request.config.partition, request.bundle.module
+    boundaries = boundary_names(names.splitting_ops, names.extra_splitting_ops)
+    inputs = [Binding(kind="input", name=s.name, spec=None) for s in request.inputs]
+    workspace = make_workspace(request, inputs, tensors_of(module))
+    buffers = {n: t for n, t in workspace.tensors.items() if n in buffer_names(module)}
+    largest = workspace.max_tokens
+    with (
+        phase("split", seconds, progress),
+        on_capture_stream(workspace),
+        preserved(buffers),
+    ):
+        learned = learn(
+            module,
+            workspace,
+            make_samples(request, workspace),
+            request.constants,
+            boundaries,
+            (largest, max(1, largest - 1)),
+        )
+    return learned, workspace, boundaries
 
 
 @contextmanager

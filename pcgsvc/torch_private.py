@@ -250,6 +250,54 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
+def fake_tensors() -> Any:
+    """Return a block in which whatever is made has a shape and no memory; it may be entered again.
+
+    Real tensors that meet those inside are taken for such as well. Unlike `fake_mode` it has no
+    symbols: all sizes are numbers. Asking for an address raises: a kernel that is launched by hand
+    would else get a null pointer.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def swappable(mode: Any) -> Iterator[None]:
+    """Let fake parameters be converted (`Module.to`) for a block inside that of `fake_tensors`.
+
+    `Module.to` swaps them for new ones, which torch refuses for tensors with weak references. The
+    fake mode's memo has such; for the block it holds its tensors strongly, and forgets them after.
+    """
+    converter = mode.fake_tensor_converter.meta_converter
+    before, converter.tensor_memo = converter.tensor_memo, {}
+    try:
+        yield
+    finally:
+        converter.tensor_memo = before
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Return a block in which tensors have memory, whatever blocks it stands in."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def shapes_only() -> bool:
+    """Whether this code runs inside a block of fake tensors, where nothing has values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values, and not a shape alone."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
 def graph_pass(functions: Sequence[Callable[[torch.fx.Graph], None]], identity: str) -> Any:
     """Return functions as one custom pass of Inductor's; `identity` goes into its own keys."""
     from torch._inductor.custom_graph_pass import CustomGraphPass

@@ -198,7 +198,9 @@ def error_of(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> flo
     return worst
 
 
-def self_check(runner: Runner, samples: Samples) -> None:
+def self_check(
+    runner: Runner, samples: Samples, on_entry: Callable[[], None] = lambda: None
+) -> None:
     """Replay every entry once against the module on the same inputs, and size 1 uncaptured.
 
     Dynamo takes a symbolic size for at least 2 without recording it, so one row is tried as well.
@@ -210,6 +212,7 @@ def self_check(runner: Runner, samples: Samples) -> None:
     with runner.lock, torch.no_grad():
         _check_one_row(runner, parts, samples)
         for key in list(parts.table.entries):
+            on_entry()
             size = key[1].num_tokens
             if broken := parts.predicate.broken_by(size):
                 del parts.table.entries[key]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.batch import CacheGeometry, CheckedBatch, StepBuffers
 from pcgsvc.config import Config
 from pcgsvc.devices import dtype_of
@@ -114,6 +115,23 @@ class Workspace:
         if self.attention is not None:
             self.attention.plan(context)
         return context
+
+
+class ShapeWorkspace(Workspace):
+    """A workspace whose buffers have no memory, for plans; made inside a block of fake tensors.
+
+    The step metadata lies on the host: it is small, and filled through numpy.
+    """
+
+    def step_buffers(self, max_tokens: int, max_reqs: int) -> StepBuffers:
+        """See `Workspace.step_buffers`."""
+        with torch_private.real_tensors():
+            return StepBuffers(
+                max_tokens=max_tokens,
+                max_reqs=max_reqs,
+                blocks_per_request=self.geometry.blocks_per_request if self.geometry else 0,
+                device=torch.device("cpu"),
+            )
 
 
 def _buffer(spec: InputSpec, max_tokens: int, device: torch.device) -> torch.Tensor:

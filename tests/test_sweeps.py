@@ -275,7 +275,7 @@ def test_a_sweep_of_one_job_has_a_table_as_well(cli: Cli) -> None:
 def test_a_single_job_has_no_table_and_leaves_no_record(cli: Cli) -> None:
     done = cli(*TINY, "device=cpu", "job=plan", "hydra.run.dir=out")
     assert done.code == 0
-    assert names_in(done.folder / "out") == {"pcgsvc.log", "report.json"}
+    assert names_in(done.folder / "out") == {"pcgsvc.log", "report.json", "plan.html", "plan.svg"}
     assert "callbacks: {}" in (done.folder / "out" / ".hydra" / "hydra.yaml").read_text()
 
 

@@ -503,3 +503,40 @@ def test_global_hooks_are_those_registered_for_every_module() -> None:
     finally:
         handle.remove()
     assert hook not in private.global_hooks()
+
+
+# ---- tensors without memory ----------------------------------------------------------------------
+
+
+def test_fake_tensors_have_shapes_a_device_and_no_memory() -> None:
+    block = private.fake_tensors()
+    real = torch.ones(2)
+    with block:
+        made = torch.empty(1 << 40, dtype=torch.float32)
+        mixed = made[:2] + real
+        assert private.shapes_only()
+        with private.real_tensors():
+            assert not private.shapes_only()
+            inside = torch.ones(2)
+    assert not private.shapes_only()
+    assert not private.has_memory(made)
+    assert not private.has_memory(mixed)
+    assert private.has_memory(real)
+    assert private.has_memory(inside)
+    assert not private.has_memory(torch.empty(2, device="meta"))
+    assert made.untyped_storage().nbytes() == 4 << 40
+    for tensor in (made, mixed):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            tensor.data_ptr()
+    with block:  # again
+        assert (made + 1).shape == made.shape
+
+
+def test_fake_modules_can_be_converted_where_they_are_swappable() -> None:
+    block = private.fake_tensors()
+    memo = block.fake_tensor_converter.meta_converter.tensor_memo
+    with block, private.swappable(block):
+        for module in (torch.nn.Linear(3, 3), torch.nn.RMSNorm(3), torch.nn.Embedding(3, 3)):
+            module.to(torch.bfloat16)
+            assert module.weight.dtype is torch.bfloat16
+    assert block.fake_tensor_converter.meta_converter.tensor_memo is memo

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.config import Config, ModelConfig
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.models import smollm2, two_regions
@@ -33,6 +34,8 @@ class Family:
     validate: Callable[[Config], object]
     """Checks what the settings say, without building anything."""
     build: Callable[[Config, torch.device, torch.dtype], ModelBundle]
+    """Makes the model. For a plan it is called where tensors have no values: it then reads no
+    checkpoint and checks no result (`torch_private.shapes_only`)."""
 
 
 def families() -> dict[str, Family]:
@@ -138,7 +141,8 @@ def _load(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: Tokenizer | None
 ) -> ModelBundle:
     module = Llama(checkpoint.dims, device=device, dtype=dtype)
-    load_weights(module, checkpoint)
+    if not torch_private.shapes_only():
+        load_weights(module, checkpoint)
     return _bundle(module, device, tokenizer)
 
 

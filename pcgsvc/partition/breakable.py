@@ -127,7 +127,13 @@ def learn(
         line = printed.getvalue().strip().split("\n")[0]
         warnings.append(f"the forward prints ({line!r}): that happens at capture, not at replay")
     image = _image(workspace, first, other, sizes)
-    return Learned(image=image, warnings=warnings, one=first.calls, other=other.calls)
+    return Learned(
+        image=image,
+        warnings=warnings,
+        kernels=first.kernels,
+        one=first.calls,
+        other=other.calls,
+    )
 
 
 @dataclass(kw_only=True)
@@ -137,6 +143,8 @@ class Learned:
     image: ProgramImage
     warnings: list[str]
     """On what the forward does that happens at capture only."""
+    kernels: list[str]
+    """Names of the ops that compute something outside breaks, in order."""
     one: Calls
     """Calls of submodules."""
     other: Calls
@@ -151,6 +159,8 @@ class _Run:
     result: Any = None
     events: list[str] = field(default_factory=list)
     """`kernel`, or the name of a break, in order."""
+    kernels: list[str] = field(default_factory=list)
+    """Names of the kernels' ops."""
     frozen: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     attention: set[str] = field(default_factory=set)
     calls: Calls = field(default_factory=Calls)
@@ -209,8 +219,10 @@ class _Ops(torch_private.RecordingMode):
             self._run.broke(name, args, kwargs)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not name.startswith(("aten::empty", "aten::new_empty")) and not func.is_view:
+        launches = not name.startswith(("aten::empty", "aten::new_empty", "prim::"))
+        if launches and not func.is_view:
             self._run.events.append("kernel")
+            self._run.kernels.append(name)
         return result
 
 

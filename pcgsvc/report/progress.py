@@ -26,7 +26,8 @@ class Bars:
 
     def start(self, phase: str, total: int) -> None:
         """See `progress.Progress.start`."""
-        self._task = self._bars.add_task(phase, total=total)
+        # One unit cannot be counted: its bar moves to and fro until it is done.
+        self._task = self._bars.add_task(phase, total=total if total > 1 else None)
 
     def advance(self) -> None:
         """See `progress.Progress.advance`."""
@@ -35,6 +36,7 @@ class Bars:
     def stop(self) -> None:
         """See `progress.Progress.stop`."""
         self._bars.update(self._task, visible=False)
+        self._bars.stop_task(self._task)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ def plan_report(built: Built) -> dict[str, Any]:
         "schema": SCHEMA,
         "pcgsvc": __version__,
         "torch": torch.__version__,
-        "device": device_words(built.request.device),
+        "device": _device(built),
         "config": to_dict(config),
         "mode": {
             "requested": built.resolution.requested.value,
@@ -67,6 +67,13 @@ def plan_report(built: Built) -> dict[str, Any]:
         },
         "warnings": list(built.warnings),
     }
+
+
+def _device(built: Built) -> str:
+    planned = built.request.planned
+    if planned is not None and planned.target != built.request.device:
+        return f"{planned.target} (planned for; not on this machine)"
+    return device_words(built.request.device)
 
 
 def build_report(built: Built, table: GraphTable, workspace: Workspace) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pcgsvc.report.plan_text import show_plan
+
 _LABEL = 9
 """Columns of the label before each fact."""
 _ENTRY_WIDTH = 78
@@ -32,6 +34,8 @@ def show_report(out: Console, report: dict[str, Any]) -> None:
     _headline(out, report)
     _split(out, report["partition"])
     _compile(out, report)
+    if "plan" in report:
+        show_plan(out, report["plan"])
     if "graphs" in report:
         _graphs(out, report["graphs"])
     _seconds(out, report["compile"]["seconds"])
@@ -135,7 +139,8 @@ def _compile(out: Console, report: dict[str, Any]) -> None:
     compile_ = report["compile"]
     done = f"{compile_['num_compiled']} compiled, {compile_['num_loaded']} loaded"
     if report["config"]["job"] == "plan":
-        done = "nothing compiled, since job=plan"
+        wanted = report["plan"]["num_artifacts"] if "plan" in report else 0
+        done = f"nothing compiled, since job=plan; {_count(wanted, 'piece')} to compile"
     _fact(out, "compile", f"{compile_['compiler']}, {compile_['start']} start: {done}")
 
 

@@ -1,0 +1,1 @@
+"""`job=plan`: what a build would cut, capture and hold, found out without building it."""

@@ -1,0 +1,186 @@
+"""The page of a plan: one file that needs no other and no network.
+
+In: a report with its `plan`. Out: HTML text. Knows nothing of planning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinja2 import Environment
+
+from pcgsvc.report.plan_svg import cells, colour_of, split_words, title_words
+from pcgsvc.report.plan_text import bytes_words, graphs_words, module_words, support_words
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>pcgsvc plan: {{ title }}</title>
+<style>
+body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff;
+       max-width: 1120px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; margin: 0 0 .2em; } h2 { font-size: 1.15em; margin: 1.8em 0 .5em; }
+p { margin: .3em 0; } .faint { color: #666; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .3em .8em .3em 0;
+         border-bottom: 1px solid #e4e4e4; }
+th { color: #666; font-weight: 600; } .number { text-align: right; white-space: nowrap; }
+table.narrow { width: auto; } table.narrow td, table.narrow th { padding-right: 2.5em; }
+code, pre { font: 12.5px/1.4 ui-monospace, monospace; }
+pre { background: #f6f6f4; padding: .7em; overflow-x: auto; margin: .4em 0; }
+.chain { display: flex; flex-wrap: wrap; align-items: stretch; gap: .5em; }
+.stretch { display: flex; flex-wrap: wrap; gap: .5em; padding: 1.5em .5em .5em;
+           position: relative; }
+.repeats { border: 1px dashed #444; border-radius: 4px; }
+.repeats > b { position: absolute; top: .15em; left: .6em; }
+.box { border: 2px solid; border-radius: 8px; padding: .35em .7em; min-width: 6em;
+       text-align: center; text-decoration: none; color: #fff; }
+.box.boundary, .box.inline { background: #fff; border-radius: 0; }
+.box small { display: block; max-width: 16em; overflow-wrap: anywhere; }
+.swatch { display: inline-block; width: .9em; height: .9em; border: 2px solid; }
+.bar { height: .8em; background: #355c7d; min-width: 1px; }
+.warning { background: #fff3cd; padding: .4em .7em; border-left: 4px solid #d9a400; }
+summary { cursor: pointer; }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<p>{{ split }}</p>
+<p class="faint">pcgsvc {{ report.pcgsvc }}, torch {{ report.torch }}, {{ report.device }},
+{{ report.config.dtype }}, compiler {{ report.compile.compiler }},
+{% if plan.weights_in_memory %}planned with the weights in memory
+{%- else %}planned from shapes, no weights in memory{% endif %}</p>
+{% for warning in report.warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
+
+<h2>Split</h2>
+<div class="chain">
+{% for stretch in chain %}
+<div class="stretch{% if stretch.repeat > 1 %} repeats{% endif %}">
+{%- if stretch.repeat > 1 %}<b>{{ stretch.repeat }} times</b>{% endif %}
+{% for cell in stretch.cells %}
+{% set kind = cell.kind %}
+<a class="box {{ kind.kind }}" href="#kind-{{ cell.number }}" style="{{ kind.style }}">
+{{ kind.kind }}<small>{{ kind.label }}</small><small>{{ (kind.hash or '')[:8] }}</small></a>
+{% endfor %}
+</div>
+{% endfor %}
+</div>
+
+<h2>Pieces</h2>
+<table>
+<tr><th></th><th class="number">times</th><th>kind</th><th>ops</th><th>why it is cut there</th></tr>
+{% for kind in kinds %}
+<tr id="kind-{{ loop.index0 }}">
+<td><span class="swatch" style="{{ kind.style }}"></span></td>
+<td class="number">{{ kind.count }}</td>
+<td>{{ kind.kind }}<br><code>{{ (kind.hash or '')[:12] }}</code></td>
+<td>{% for op in kind.ops %}
+<code>{{ op.op | replace('aten::', '') }}</code>&nbsp;{{ op.count }}{{ ', ' if not loop.last }}
+{% endfor %}
+<details><summary class="faint">in order, with borders and names</summary>
+{% if kind.inputs %}<p>in: <code>{{ kind.inputs | join('; ') }}</code></p>{% endif %}
+{% if kind.outputs %}<p>out: <code>{{ kind.outputs | join('; ') }}</code></p>{% endif %}
+<p class="faint">{{ kind.pieces | join(' ') }}</p>
+{% if kind.code %}<pre>{{ kind.code | join('\\n') }}</pre>{% endif %}
+</details></td>
+<td>{{ kind.reason }}</td>
+</tr>
+{% endfor %}
+</table>
+
+<h2>Splitting ops</h2>
+<table>
+<tr><th>op</th><th class="number">matched</th><th>how far it may go into a graph</th></tr>
+{% for op in report.partition.splitting_ops %}
+<tr><td><code>{{ op.name }}</code></td><td class="number">{{ op.count }}</td>
+<td>{{ supports.get(op.name, '') }}</td></tr>
+{% else %}<tr><td colspan="3">none: the graph is cut nowhere</td></tr>
+{% endfor %}
+</table>
+
+<h2>Mode</h2>
+<p>{{ plan.mode }}</p>
+<p>Uniform decode batches run <b>{{ report.mode.decode }}</b>, all others
+<b>{{ report.mode.mixed }}</b>.</p>
+<table class="narrow">
+<tr><th>asked for</th><th>becomes</th><th>why</th></tr>
+{% for asked, got in plan.modes.items() %}
+<tr><td>{{ asked }}{% if asked == report.mode.requested %} <b>(asked for)</b>{% endif %}</td>
+<td>{{ got.resolved }}</td><td>{{ got.reasons | join('; ') }}</td></tr>
+{% endfor %}
+</table>
+
+<h2>Graphs</h2>
+<p>{{ graphs }}</p>
+<table class="narrow">
+<tr><th>mode</th><th>sizes</th><th>graphs per size</th><th>graphs</th></tr>
+{% for mode, g in plan.graphs.by_mode.items() %}
+<tr><td>{{ mode }}</td><td class="number">{{ g.entries }}</td>
+<td class="number">{{ g.per_entry }}</td><td class="number">{{ g.graphs }}</td></tr>
+{% endfor %}
+</table>
+{% for skip in plan.graphs.skipped %}
+<p class="warning">size {{ skip.size }}: {{ skip.reason }}</p>
+{% endfor %}
+{% if modules %}<p>Compiled submodules: {{ modules }}</p>{% endif %}
+
+<h2>Memory, estimated: {{ bytes(plan.memory.total_bytes) }}</h2>
+<table>
+<tr><th>what</th><th></th><th style="width: 25%"></th><th>how it was found</th></tr>
+{% for item in plan.memory['items'] %}
+<tr><td>{{ item.name }}</td><td class="number">{{ bytes(item.bytes) }}</td>
+<td><div class="bar" style="width: {{ '%.1f' % (100 * item.bytes / largest) }}%"></div></td>
+<td class="faint">{{ item.method }}</td></tr>
+{% endfor %}
+</table>
+{% for note in notes %}<p class="faint">{{ note }}</p>{% endfor %}
+</body>
+</html>
+"""
+
+
+def plan_html(report: dict[str, Any]) -> str:
+    """Return the page; everything from the report is escaped."""
+    plan = report["plan"]
+    kinds = [_drawn(plan["kinds"], at) for at in range(len(plan["kinds"]))]
+    environment = Environment(autoescape=True, trim_blocks=True)
+    return environment.from_string(_PAGE).render(
+        report=report,
+        plan=plan,
+        title=title_words(report),
+        split=split_words(report["partition"]),
+        chain=_chain(plan, kinds),
+        kinds=kinds,
+        supports={row["op"]: support_words(row).partition(": ")[2] for row in plan["support"]},
+        graphs=graphs_words(plan["graphs"]),
+        modules=module_words(plan["compile_modules"]),
+        largest=max([1, *(item["bytes"] for item in plan["memory"]["items"])]),
+        notes=[*plan["notes"], *plan["memory"]["notes"]],
+        bytes=bytes_words,
+    )
+
+
+def _drawn(kinds: list[dict[str, Any]], at: int) -> dict[str, Any]:
+    """Return a kind of piece with how its box looks."""
+    kind, colour = kinds[at], colour_of(kinds, at)
+    region = kind["kind"] == "region"
+    return {
+        **kind,
+        "style": f"border-color: {colour}; {'background' if region else 'color'}: {colour}",
+        "label": f"{kind['num_ops']} ops"
+        if region
+        else ", ".join(o["op"] for o in kind["splitting"]),
+    }
+
+
+def _chain(plan: dict[str, Any], kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the boxes by stretch."""
+    stretches: list[dict[str, Any]] = []
+    for cell in cells(plan):
+        if cell.first:
+            stretches.append({"repeat": cell.repeat, "cells": []})
+        stretches[-1]["cells"].append({"number": cell.kind, "kind": kinds[cell.kind]})
+    return stretches
