@@ -5,6 +5,7 @@ In: a validated config. Out: a report, and what a person reads. Knows nothing of
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -16,18 +17,24 @@ from rich.console import Console
 from pcgsvc.bench import bench_entries
 from pcgsvc.cache_jobs import cache_job
 from pcgsvc.config import Config, Job, copy
-from pcgsvc.errors import ConfigError, VerifyError
+from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
+from pcgsvc.events import phase_events
 from pcgsvc.generate import generate_ids
 from pcgsvc.pipeline import build_from_config, prepare_only
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.existing import read_reports, rows_of
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import plan_report, write_report
+from pcgsvc.report.sizes_table import show_traffic
 from pcgsvc.report.tables import console, show_place, show_report, show_text
 from pcgsvc.request import request_of
 from pcgsvc.runner import Runner
 from pcgsvc.samples import Samples
+from pcgsvc.sizing.job import sizes_job
+from pcgsvc.sizing.replay import replay
 from pcgsvc.verify import verify
+
+logger = logging.getLogger(__name__)
 
 
 def run_job(config: Config, report_path: Path) -> dict[str, Any]:
@@ -42,6 +49,7 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.COMPILE: _compile,
         Job.CACHE: _cache,
         Job.COMPARE: _compare,
+        Job.SIZES: _sizes,
     }
     return jobs[config.job](config, report_path, console())
 
@@ -56,6 +64,11 @@ def _compare(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     rows = rows_of(read_reports(config.compare.reports))
     title = f"comparison of {len(rows)} report{'s' if len(rows) > 1 else ''}"
     show_and_write(out, title, rows, report_path.parent)
+    return {}
+
+
+def _sizes(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    sizes_job(config, report_path, out)
     return {}
 
 
@@ -106,11 +119,22 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
                 runner, samples, repeats=config.bench.repeats, on_entry=progress.advance
             )
             progress.stop()
+        if config.traffic is not None:
+            with phase_events(logger, "traffic", 0):
+                report["traffic"] = replay(runner, config, progress)
         text = _continue_prompt(runner, config) if config.prompt is not None else None
         report["dispatch"] = runner.stats()
     _finish(report, report_path, out)
+    if "traffic" in report:
+        show_traffic(out, report["traffic"])
     if text is not None:
         show_text(out, str(config.prompt), text)
+    refused = report.get("traffic", {}).get("refused")
+    if refused:
+        raise UncoveredError(
+            f"traffic: {sum(r['count'] for r in refused)} calls were refused; the first: "
+            f"{refused[0]['reason']}"
+        )
     wrong = [row for row in report["verify"] if not row["ok"]]
     if wrong:
         raise VerifyError(

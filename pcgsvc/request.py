@@ -23,6 +23,8 @@ from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.process import BUILD_LOCK
 from pcgsvc.samples import Samples
+from pcgsvc.sizing.auto import with_sizes
+from pcgsvc.sizing.choice import SizePlan
 from pcgsvc.traced import Binding, InputSpec
 from pcgsvc.workspace import Workspace, cache_geometry, usable_sizes
 
@@ -40,6 +42,8 @@ class Request:
     """Arguments that are no tensors; frozen."""
     weights_s: float = 0.0
     """How long the model took to build, in seconds."""
+    sizes: SizePlan | None = None
+    """How the capture sizes were chosen; None: they were named, or are the default schedule."""
 
 
 def request_for(
@@ -52,6 +56,7 @@ def request_for(
     tensors, constants = split_arguments(module, example_inputs)
     specs = input_specs(tensors, dynamic_dims)
     device = specs[0].example.device
+    config, sizes = with_sizes(config, own_module=True)
     given = resolve(config, device_type=device.type)
     validate(given, device_type=device.type)
     if isinstance(module, torch.nn.Module) and module.training:
@@ -59,13 +64,16 @@ def request_for(
     bundle = ModelBundle(
         module=module, make_inputs=resampler(specs), dynamic_dims=dict(dynamic_dims)
     )
-    return Request(config=given, device=device, bundle=bundle, inputs=specs, constants=constants)
+    return Request(
+        config=given, device=device, bundle=bundle, inputs=specs, constants=constants, sizes=sizes
+    )
 
 
 def request_of(config: Config) -> Request:
     """Resolve and validate a config and build its model."""
     started = time.perf_counter()
     device = device_of(config)
+    config, sizes = with_sizes(config)
     config = resolve(config, device_type=device.type)
     validate(config, device_type=device.type)
     validate_model(config)
@@ -77,6 +85,7 @@ def request_of(config: Config) -> Request:
         inputs=bundle_specs(bundle),
         constants={},
         weights_s=time.perf_counter() - started,
+        sizes=sizes,
     )
 
 

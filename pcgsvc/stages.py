@@ -21,6 +21,7 @@ from pcgsvc.artifacts import Artifacts, NoProgramError, file_digest, require_war
 from pcgsvc.canonical import buffer_names, refuse_outputs, tensors_of
 from pcgsvc.config import CacheMode, Compiler, Strategy
 from pcgsvc.errors import CacheError
+from pcgsvc.events import log_event, phase_events
 from pcgsvc.facts import program_facts
 from pcgsvc.image import ProgramImage, image_of
 from pcgsvc.keys import key_of
@@ -174,7 +175,8 @@ class Stages:
             except NoProgramError as error:
                 if str(error) not in self.misses:
                     self.misses.append(str(error))
-                    logger.info("cache: no stored program fits: %s", str(error))
+                    words = "cache: no stored program fits: %s"
+                    log_event(logger, logging.INFO, "cache_miss", words, error, reason=str(error))
                 return None
         self.start = "warm"
         self.finish = partial(self._artifacts.finish, facts, *found)
@@ -263,11 +265,11 @@ def phase(
     progress.start(name, total)
     started = time.perf_counter()
     try:
-        yield
+        with phase_events(logger, name, total):
+            yield
     finally:
         seconds[name] += time.perf_counter() - started
         progress.stop()
-    logger.info("%s: %.3f s", name, seconds[name])
 
 
 @contextmanager
