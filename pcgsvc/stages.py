@@ -173,10 +173,11 @@ class Stages:
                     facts, self._request.bundle.module, self._request.constants
                 )
             except NoProgramError as error:
-                if str(error) not in self.misses:
-                    self.misses.append(str(error))
+                reason = str(error)  # not the error: a log record would keep its frames alive
+                if reason not in self.misses:
+                    self.misses.append(reason)
                     words = "cache: no stored program fits: %s"
-                    log_event(logger, logging.INFO, "cache_miss", words, error, reason=str(error))
+                    log_event(logger, logging.INFO, "cache_miss", words, reason, reason=reason)
                 return None
         self.start = "warm"
         self.finish = partial(self._artifacts.finish, facts, *found)
