@@ -12,7 +12,7 @@ the reader's. Knows nothing of what happens.
 | `capture_skipped` | WARNING | mode, size, reason |
 | `cache_miss` | INFO for a program, DEBUG for its pieces | reason |
 | `fallback` | INFO, or WARNING where graphs were meant to serve | reason, num_tokens, uniform |
-| `fallbacks` | INFO | reason, calls; at the runner's close, per reason |
+| `fallbacks` | INFO | reason, calls (in all; one event per reason when the runner is closed) |
 
 Phases: import, trace, split, compile, load, capture, verify, bench, traffic.
 """

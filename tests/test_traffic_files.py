@@ -166,4 +166,3 @@ def test_calls_are_counted_as_dispatch_takes_them() -> None:
     assert dict(dispatched.general) == {3: 5}
     with pytest.raises(ConfigError, match=r"uniform calls of 1 rows.*uniform_query_len=2"):
         traffic.as_dispatched(2)
-    assert dict(traffic.within(3).uniform) == {1: 1}

@@ -240,7 +240,7 @@ def _nothing_served(traffic: Traffic, service: Service, max_size: int | None) ->
     )
     if max_size is not None and max_size < smallest:
         return f"{words}: capture.max_size={max_size} is below them all. Raise it."
-    if service.mixed is Mode.NONE:
+    if service.mixed is Mode.NONE and not traffic.uniform:
         return (
             f"{words}. Mark uniform decode batches in the column uniform, or choose another mode."
         )

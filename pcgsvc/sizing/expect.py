@@ -63,7 +63,7 @@ def service_of(config: Config, support: Support | None) -> Service:
     """
     resolution = resolve_mode(
         config.mode,
-        support or Support.ALWAYS,
+        Support.ALWAYS if support is None else support,  # NEVER is 0, so no `or`
         num_boundaries=1,
         uniform_query_len=config.capture.uniform_query_len,
         why=f"attention={config.attention.name}",

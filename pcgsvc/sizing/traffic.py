@@ -44,13 +44,6 @@ class Traffic:
         """The row counts there are, ascending."""
         return sorted({*self.general, *self.uniform})
 
-    def within(self, limit: int | None) -> Traffic:
-        """Return the calls of at most `limit` rows."""
-        if limit is None:
-            return self
-        parts = [{n: c for n, c in p.items() if n <= limit} for p in (self.general, self.uniform)]
-        return dataclasses.replace(self, general=parts[0], uniform=parts[1])
-
     def as_dispatched(self, query_len: int) -> Traffic:
         """Return the traffic with each call counted as what dispatch takes it for.
 
