@@ -369,7 +369,7 @@ class Config:
     """Path of a traffic file, which `job=sizes` chooses sizes for and `job=run` replays: `.csv` or
     `.jsonl` with num_tokens and optionally count and uniform, or `.json`: a runner's `stats()` or a
     report."""
-    max_traffic_calls: int = 2000
+    max_traffic_calls: int = 1000
     """Most calls that replay `traffic`; of more, this many are taken evenly. At least 1."""
     report: str | None = None
     """Path of the JSON report; None: `report.json` in the run's output directory."""

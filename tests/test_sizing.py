@@ -240,6 +240,10 @@ def test_measured_costs_are_interpolated_and_never_fall(tmp_path: Path) -> None:
     notes = plan(traffic_of({2: 1, 100: 1}), cost=cost).notes
     assert any("above 64 rows are extrapolated" in n for n in notes)
     assert any("below 8 rows" in n for n in notes)
+    assert cost.noise == pytest.approx(10 / 120)
+    assert any("were moved by up to 8%" in n for n in notes)
+    steady = measured(report_file(tmp_path, bench), [Mode.PIECEWISE])
+    assert steady.noise == 0
 
 
 def test_memory_follows_the_largest_size_and_the_number_of_graphs(tmp_path: Path) -> None:
@@ -265,6 +269,8 @@ def test_flat_costs_need_one_size_and_dear_rows_need_more(tmp_path: Path) -> Non
     uniform = {n: 10 for n in range(2, 65)}
     assert plan(traffic_of({}, uniform), cost=cost).chosen.sizes == [64]
     assert plan(traffic_of(uniform), cost=cost).chosen.count > 5
+    (sizes,) = [p.sizes for p in plan(traffic_of({}, uniform), cost=cost).points if p.count == 3]
+    assert sizes == [22, 43, 64]  # where time is flat, padding decides
     mixed = plan(traffic_of({60: 10, 64: 1}, {n: 10 for n in range(2, 30)}), cost=cost)
     assert mixed.points[1].sizes == [60, 64]  # the dear kind gets the second size
 

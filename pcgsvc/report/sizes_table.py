@@ -40,7 +40,7 @@ def show_sizes(out: Console, plan: SizePlan) -> None:
     for note in plan.notes:
         show_fact(out, "note", escape(note))
     best = plan.chosen
-    show_fact(out, "best", f"[bold]{best.count} sizes[/] ({plan.why}): {_sizes(best)}")
+    show_fact(out, "best", f"[bold]{_named(best)}[/] ({plan.why}): {_sizes(best)}")
     for name, point in plan.others.items():
         show_fact(out, "", f"{escape(name)}: {_against(plan, point)}")
     override = plan.override.replace("=", "='", 1) + "'"
@@ -51,10 +51,14 @@ def _sizes(point: Point) -> str:
     return f"padding {point.padding_share:.1%}, {point.step_us:.1f} us a call"
 
 
+def _named(point: Point) -> str:
+    return f"{point.count} size{'s' * (point.count > 1)}"
+
+
 def _against(plan: SizePlan, point: Point) -> str:
     """Say how other sizes compare with the best ones of equal number."""
     equal = plan.points[min(point.count, len(plan.points)) - 1]
-    return f"{point.count} sizes, {_sizes(point)}; the best {equal.count}: {_sizes(equal)}"
+    return f"{_named(point)}, {_sizes(point)}; the best {equal.count}: {_sizes(equal)}"
 
 
 def _curve(plan: SizePlan) -> Table:

@@ -20,6 +20,9 @@ from pcgsvc.sizing.expect import Forecast, Ints, Service, arrays
 from pcgsvc.sizing.optimum import Kind, best_sizes
 from pcgsvc.sizing.traffic import Traffic
 
+_NOISE = 0.05
+"""Share by which measured times may be moved without a word."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
@@ -227,7 +230,7 @@ def _candidates(
                 # The largest size may be no multiple; dispatch falls back to its other entry.
                 other = cost.graphs[service.mixed].at(candidates)
                 times = np.maximum.accumulate(np.where(candidates % step, other, times))
-            kinds.append(Kind(calls=by_size, cost=times))
+            kinds.append(Kind(calls=by_size, cost=_rows_decide_ties(times, candidates)))
     return candidates, kinds, uncovered
 
 
@@ -247,6 +250,16 @@ def _nothing_served(traffic: Traffic, service: Service, max_size: int | None) ->
     return f"{words}. Raise attention.max_num_reqs={service.max_reqs}."
 
 
+def _rows_decide_ties(times: Floats, candidates: Ints) -> Floats:
+    """Return times in which the last size costs a millionth more, and the others their share of it.
+
+    Of choices that take equal time, as where a measured cost is flat, the one with the least padding
+    is then found.
+    """
+    tied: Floats = times + 1e-6 * times[-1] * candidates / candidates[-1]
+    return tied
+
+
 def _notes(
     candidates: Ints, cost: StepCost, uncovered: int, calls: int, max_size: int | None
 ) -> list[str]:
@@ -259,6 +272,12 @@ def _notes(
         )
     if cost.measured is not None:
         low, high = cost.measured
+        if cost.noise > _NOISE:
+            notes.append(
+                "the measured times fall with the size here and there, though more rows are never "
+                f"less work, and were moved by up to {cost.noise:.0%}: measure again, on a machine "
+                "that does nothing else and with larger bench.repeats"
+            )
         if candidates[-1] > high:
             notes.append(f"times above {high} rows are extrapolated; nothing larger was measured")
         if candidates[0] < low:

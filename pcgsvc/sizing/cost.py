@@ -89,6 +89,8 @@ class StepCost:
     memory: Memory | None = None
     measured: tuple[int, int] | None = None
     """Smallest and largest measured size; None: modelled."""
+    noise: float = 0.0
+    """How far measured times were moved, at most, so that none falls with the size; a share."""
 
 
 def modelled(fixed_us: float, row_us: float) -> StepCost:
@@ -124,7 +126,7 @@ def measured(path: str | Path, modes: Iterable[Mode]) -> StepCost:
         size, step = _figure(path, at, row, "size"), _figure(path, at, row, "step_us")
         by_mode.setdefault(str(row.get("mode")), {})[int(size)] = step
         plain.setdefault(int(size), []).append(_figure(path, at, row, "plain_us"))
-    graphs = {}
+    graphs, noise = {}, 0.0
     for mode in modes:
         found = by_mode.get(mode.value, {})
         if len(found) < 2:
@@ -134,6 +136,9 @@ def measured(path: str | Path, modes: Iterable[Mode]) -> StepCost:
                 f"{mode.value} are needed, since mode={mode.value} serves some of the traffic."
             )
         graphs[mode] = _rising(found)
+        curve = graphs[mode]
+        moved = [abs(t / found[s] - 1) for s, t in zip(curve.sizes, curve.times, strict=True)]
+        noise = max([noise, *moved])
     return StepCost(
         words=f"measured by {path} ({report.get('device', 'unknown device')}), sizes "
         f"{min(plain)} to {max(plain)}",
@@ -141,6 +146,7 @@ def measured(path: str | Path, modes: Iterable[Mode]) -> StepCost:
         plain=_rising({size: sum(times) / len(times) for size, times in plain.items()}),
         memory=_memory(report.get("graphs")),
         measured=(min(plain), max(plain)),
+        noise=noise,
     )
 
 
