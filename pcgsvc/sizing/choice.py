@@ -253,8 +253,8 @@ def _nothing_served(traffic: Traffic, service: Service, max_size: int | None) ->
 def _rows_decide_ties(times: Floats, candidates: Ints) -> Floats:
     """Return times in which the last size costs a millionth more, and the others their share of it.
 
-    Of choices that take equal time, as where a measured cost is flat, the one with the least padding
-    is then found.
+    Where a measured cost is flat, many choices take equal time; the one with the least padding is
+    then found.
     """
     tied: Floats = times + 1e-6 * times[-1] * candidates / candidates[-1]
     return tied
