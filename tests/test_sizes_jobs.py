@@ -70,6 +70,24 @@ def test_job_sizes_writes_where_report_points(cli: Cli, file: Path, tmp_path: Pa
     assert (tmp_path / "x" / "s.png").is_file()
 
 
+@pytest.mark.parametrize("calls", ["5,1,false", "1,1,true", "5,1,false\n7,9,true"])
+def test_a_picture_is_drawn_of_any_traffic_under_any_name(cli: Cli, calls: str) -> None:
+    path = Path("a $b$ [c].csv")
+    path.write_text(f"num_tokens,count,uniform\n{calls}\n")
+    done = cli("job=sizes", f"traffic='{path}'", "device=cpu")
+    assert done.code == 0, done.out + done.err
+    assert sum(p.suffix == ".png" for p in done.files) == 1
+    assert path.name in done.out
+
+
+def test_a_sweep_takes_the_sizes_of_each_traffic_file(cli: Cli) -> None:
+    for at in (1, 2):
+        Path(f"t{at}.csv").write_text(f"num_tokens\n{at}\n{at + 2}\n")
+    done = cli("-m", *TINY, "mode=piecewise", "capture.sizes=auto:t1.csv,auto:t2.csv")
+    assert done.code == 0, done.out + done.err
+    assert [r["graphs"]["sizes"] for r in done.reports] == [[1, 3], [2, 4]]
+
+
 @pytest.mark.parametrize(("strict", "code"), [("false", 0), ("true", 2)])
 def test_without_matplotlib_there_is_no_picture_and_that_is_said(
     cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch, strict: str, code: int

@@ -269,6 +269,10 @@ def test_flat_costs_need_one_size_and_dear_rows_need_more(tmp_path: Path) -> Non
     uniform = {n: 10 for n in range(2, 65)}
     assert plan(traffic_of({}, uniform), cost=cost).chosen.sizes == [64]
     assert plan(traffic_of(uniform), cost=cost).chosen.count > 5
+    assert cost.graphs[Mode.FULL].at([128]).tolist() == [100]
+    pooled = {1: 100, 32: 300, 64: 300}  # a flat end must not make larger sizes free
+    steep = measured(report_file(tmp_path, bench_rows("full", pooled)), [Mode.FULL])
+    assert steep.graphs[Mode.FULL].at([127]).tolist() == [500]
     (sizes,) = [p.sizes for p in plan(traffic_of({}, uniform), cost=cost).points if p.count == 3]
     assert sizes == [22, 43, 64]  # where time is flat, padding decides
     mixed = plan(traffic_of({60: 10, 64: 1}, {n: 10 for n in range(2, 30)}), cost=cost)
@@ -279,6 +283,10 @@ BAD_COST = {
     "nothing": ({"bench": []}, "has no bench rows"),
     "schema": ({"schema": 2}, "has schema 2; a report.json of schema 1 is needed"),
     "one size": ({"bench": bench_rows("full", {8: 1})}, "has bench rows of 1 of full; two sizes"),
+    "half a mode": (
+        {"graphs": {"sizes": [8], "backend": "cuda"}},
+        "graphs: KeyError: 'pool_bytes'",
+    ),
     "no number": (
         {"bench": [{"mode": "full", "size": 8, "step_us": "x", "plain_us": 1}]},
         "bench[0].step_us: got 'x', a number above 0",
@@ -390,6 +398,9 @@ def test_a_report_of_the_same_mode_says_what_serves(file: str, tmp_path: Path) -
     assert plan_for(from_dict(tree), {}).service.modes == [Mode.PIECEWISE]
     with pytest.raises(ConfigError, match="of 2 of piecewise; two sizes or more of full are"):
         plan_for(from_dict({**tree, "mode": "full"}), {})
+    path = report_file(tmp_path, bench_rows("piecewise", {8: 1, 64: 2}), mode={**mode, "mixed": 1})
+    with pytest.raises(ConfigError, match="mode: ValueError: 1 is not a valid Mode"):
+        plan_for(from_dict(tree), {})
 
 
 # ---- replayed calls ------------------------------------------------------------------------------

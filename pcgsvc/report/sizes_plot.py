@@ -58,7 +58,8 @@ def _draw_curve(axes: Axes, plan: SizePlan) -> None:
     times.plot(counts, ratio, color=_BLUE, alpha=0.45, linestyle=":")
     times.set_ylabel("time of a call ÷ without padding (dotted)")
     axes.legend(loc="upper right", frameon=False)
-    axes.set_title(f"{Path(plan.traffic.source).name}: {plan.cost.words}", fontsize=9)
+    title = f"{Path(plan.traffic.source).name}: {plan.cost.words}"
+    axes.set_title(title, fontsize=9, parse_math=False)  # a file's name may hold dollars
 
 
 def _draw_traffic(axes: Axes, plan: SizePlan) -> None:

@@ -6,6 +6,7 @@ Reads files; builds nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from pcgsvc.config import AUTO, Config, Mode, copy, validate_sizing
@@ -13,7 +14,7 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.support import Support
 from pcgsvc.sizing.choice import SizePlan, plan_sizes
-from pcgsvc.sizing.cost import StepCost, measured, modelled, read_report
+from pcgsvc.sizing.cost import StepCost, broken, measured, modelled, read_report
 from pcgsvc.sizing.expect import Service, service_of
 from pcgsvc.sizing.files import read_traffic
 from pcgsvc.sizing.traffic import Traffic
@@ -81,14 +82,13 @@ def service_for(config: Config, support: Support | None) -> Service:
     service = service_of(config, support)
     path = config.sizing.cost
     found = read_report(path).get("mode", {}) if path is not None else {}
-    if found.get("requested") != config.mode.value:
+    if path is None or found.get("requested") != config.mode.value:
         return service
-    return Service(
-        decode=Mode(found["decode"]),
-        mixed=Mode(found["mixed"]),
-        query_len=service.query_len,
-        max_reqs=service.max_reqs,
-    )
+    try:
+        decode, mixed = Mode(found["decode"]), Mode(found["mixed"])
+    except (KeyError, ValueError) as error:
+        raise broken(path, "mode", error) from error
+    return dataclasses.replace(service, decode=decode, mixed=mixed)
 
 
 def cost_for(config: Config, service: Service) -> StepCost:

@@ -34,13 +34,13 @@ class Curve:
     def at(self, rows: npt.ArrayLike) -> Floats:
         """Return the time of each row count.
 
-        Beyond the last point the line through the last two goes on; before the first one, the time
-        is the first one's.
+        Beyond the last point it rises like the last stretch or like the whole curve, whichever is
+        steeper; before the first one, the time is the first one's.
         """
         x = np.asarray(rows, dtype=np.float64)
-        (a, b), (low, high) = self.sizes[-2:], self.times[-2:]
-        beyond = np.maximum(x - b, 0.0) * ((high - low) / (b - a))
-        out: Floats = np.interp(x, self.sizes, self.times) + beyond
+        size, time = self.sizes[-1], self.times[-1]
+        slope = max((time - self.times[at]) / (size - self.sizes[at]) for at in (0, -2))
+        out: Floats = np.interp(x, self.sizes, self.times) + np.maximum(x - size, 0.0) * slope
         return out
 
 
@@ -144,7 +144,7 @@ def measured(path: str | Path, modes: Iterable[Mode]) -> StepCost:
         f"{min(plain)} to {max(plain)}",
         graphs=graphs,
         plain=_rising({size: sum(times) / len(times) for size, times in plain.items()}),
-        memory=_memory(report.get("graphs")),
+        memory=_memory(path, report.get("graphs")),
         measured=(min(plain), max(plain)),
         noise=noise,
     )
@@ -200,16 +200,26 @@ def _rising(times: Mapping[int, float]) -> Curve:
     return Curve(sizes=sizes, times=flat)
 
 
-def _memory(graphs: Any) -> Memory | None:
+def _memory(path: str | Path, graphs: Any) -> Memory | None:
     if not isinstance(graphs, dict) or not graphs.get("sizes"):
         return None
-    sizes = [int(size) for size in graphs["sizes"]]
-    return Memory(
-        backend=str(graphs["backend"]),
-        num_sizes=len(sizes),
-        sum_sizes=sum(sizes),
-        max_size=max(sizes),
-        pool_bytes=int(graphs["pool_bytes"]),
-        device_bytes=int(graphs["device_bytes"]),
-        num_graphs=int(graphs["num_graphs"]),
+    try:
+        sizes = [int(size) for size in graphs["sizes"]]
+        return Memory(
+            backend=str(graphs["backend"]),
+            num_sizes=len(sizes),
+            sum_sizes=sum(sizes),
+            max_size=max(sizes),
+            pool_bytes=int(graphs["pool_bytes"]),
+            device_bytes=int(graphs["device_bytes"]),
+            num_graphs=int(graphs["num_graphs"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise broken(path, "graphs", error) from error
+
+
+def broken(path: str | Path, part: str, error: Exception) -> ConfigError:
+    """Return what to say of a report that lacks what its schema promises."""
+    return ConfigError(
+        f"sizing.cost: '{path}', {part}: {type(error).__name__}: {error}; the report is not whole."
     )
