@@ -74,6 +74,7 @@ def test_a_cost_that_falls_is_refused_since_the_proof_needs_it_not_to() -> None:
         best_sizes([Kind(calls=np.ones(2), cost=np.array([2.0, 1.0]))], 1)
 
 
+@pytest.mark.slow
 def test_ten_thousand_candidates_and_64_sizes_take_seconds_at_most() -> None:
     """The promise is 2 s (`scripts/bench sizes`); this machine may be busy, an O(n²) one is not."""
     count = 10_000

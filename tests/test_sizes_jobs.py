@@ -126,6 +126,7 @@ def test_a_bad_traffic_file_is_exit_2_with_nothing_written(
 # ---- the recommendation in a run -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full_and_piecewise", "piecewise", "full"])
 def test_recommended_sizes_give_the_predicted_padding_in_a_run_of_the_same_traffic(
     cli: Cli, file: Path, validate_report: Any, mode: str
@@ -227,6 +228,7 @@ def test_a_replay_serves_batches_of_several_tokens_a_request(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "two_regions"])
 def test_any_model_replays_traffic_within_a_small_cache(cli: Cli, file: Path, model: str) -> None:
     """Calls far above the captured sizes share blocks; nothing is refused for want of them."""

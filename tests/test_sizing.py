@@ -36,7 +36,7 @@ def random_traffic(rng: random.Random, query_len: int, most: int = 40) -> Traffi
     general = {rng.randint(1, most): rng.randint(1, 9) for _ in range(rng.randint(1, 12))}
     uniform = {
         rng.randint(1, most // query_len) * query_len: rng.randint(1, 9)
-        for _ in range(rng.randint(0, 12))
+        for _ in range(rng.randint(1, 12))
     }
     return traffic_of(general, uniform)
 
@@ -115,8 +115,6 @@ def test_chosen_sizes_are_the_best_of_all_sets_of_sizes_there_are(seed: int, mod
     traffic = random_traffic(rng, 1, most=14)
     resolution = Resolution(requested=mode, resolved=mode)
     service = Service(decode=resolution.decode, mixed=resolution.mixed, query_len=1)
-    if mode is Mode.FULL_DECODE_ONLY and not traffic.as_dispatched(1).uniform:
-        pytest.skip("nothing to serve")
     cost = modelled(float(rng.randint(0, 5)), 1.0)
     found = plan(traffic, service, cost=cost)
     forecast = Forecast(traffic.as_dispatched(1), service, cost)
@@ -136,8 +134,6 @@ def test_sizes_serve_uniform_batches_of_several_rows_a_request(
 ) -> None:
     for seed in range(30):
         traffic = random_traffic(random.Random(seed), query_len)
-        if not traffic.uniform:
-            continue
         service = Service(decode=Mode.FULL, mixed=Mode.PIECEWISE, query_len=query_len)
         try:
             found = plan(traffic, service, max_size=max_size)
