@@ -142,10 +142,16 @@ def test_sizes_serve_uniform_batches_of_several_rows_a_request(
             assert min(traffic.distinct) > max_size
             continue
         for point in found.points:
-            assert all(size % query_len == 0 for size in point.sizes[:-1])
+            if any(n <= (max_size or n) for n in traffic.uniform):
+                assert all(size % query_len == 0 for size in point.sizes[:-1])
             assert max_size is None or point.sizes[-1] <= max_size
-        covered = Forecast(traffic, service, ROWS).of(found.chosen.sizes)
-        assert covered.uncovered == found.uncovered
+        forecast = Forecast(traffic, service, ROWS)
+        assert forecast.of(found.chosen.sizes).uncovered == found.uncovered
+        if max_size is None and len(found.points) > 2:
+            largest = found.points[0].sizes[0]
+            pairs = itertools.combinations(range(query_len, largest, query_len), 2)
+            best = min(forecast.of([*pair, largest]).step_us for pair in pairs)
+            assert found.points[2].step_us == pytest.approx(best, rel=1e-12)
 
 
 def test_the_best_sizes_beat_powers_of_two_and_the_schedule_at_equal_number() -> None:
