@@ -90,10 +90,10 @@ def _check_compare(config: Config) -> None:
     _check_picture(config)
 
 
-def _check_picture(config: Config) -> None:
+def _check_picture(config: Config, name: str = "sweep.png") -> None:
     if config.strict and not has_matplotlib():
         raise ConfigError(
-            "strict=true, and sweep.png cannot be drawn: matplotlib is not installed (pip install "
+            f"strict=true, and {name} cannot be drawn: matplotlib is not installed (pip install "
             "matplotlib)."
         )
 
@@ -158,6 +158,7 @@ def _check_traffic(config: Config) -> None:
     """
     if config.job is Job.SIZES:
         plan_for(config, {})
+        _check_picture(config, "sizes.png")
     elif config.traffic is not None:
         if config.job is not Job.RUN:
             raise ConfigError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,9 @@ from core_helpers import make_config, rows, toy
 from test_app import Cli, cli
 
 import pcgsvc
+from pcgsvc import preflight
 from pcgsvc.config import from_dict, to_dict
+from pcgsvc.sizing import job
 
 __all__ = ["cli"]  # the fixture
 
@@ -88,18 +89,21 @@ def test_a_sweep_takes_the_sizes_of_each_traffic_file(cli: Cli) -> None:
     assert [r["graphs"]["sizes"] for r in done.reports] == [[1, 3], [2, 4]]
 
 
-@pytest.mark.parametrize(("strict", "code"), [("false", 0), ("true", 2)])
 def test_without_matplotlib_there_is_no_picture_and_that_is_said(
-    cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch, strict: str, code: int
+    cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = cli("job=sizes", f"traffic={file}", "device=cpu", f"strict={strict}")
-    assert done.code == code
-    assert "no picture" in done.out
-    assert "pcgsvc[plots]" in done.out
-    written = [p for p in done.files if p.name == "sizes.json"]
-    assert len(written) == (strict == "false")
-    assert all("no picture" in json.loads(p.read_text())["warnings"][0] for p in written)
+    monkeypatch.setattr(job, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(preflight, "has_matplotlib", lambda: False)
+    refused = cli("job=sizes", f"traffic={file}", "device=cpu", "strict=true")
+    assert refused.code == 2
+    assert "strict=true, and sizes.png cannot be drawn" in refused.err
+    assert not refused.files
+    done = cli("job=sizes", f"traffic={file}", "device=cpu")
+    assert done.code == 0
+    assert "sizes.png is not drawn: matplotlib is not installed" in done.out
+    (path,) = [p for p in done.files if p.name == "sizes.json"]
+    assert json.loads(path.read_text())["warnings"][0].startswith("sizes.png is not drawn")
+    assert not path.with_suffix(".png").exists()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ _BLUE, _ORANGE, _GREY = "#1f77b4", "#d95f02", "0.55"
 
 
 def draw_sizes(plan: SizePlan, path: Path) -> None:
-    """Write the picture; ImportError without matplotlib."""
+    """Write the picture; matplotlib must be there."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pcgsvc.config import Config, listed
-from pcgsvc.errors import ConfigError
+from pcgsvc.report.plots import has_matplotlib
 from pcgsvc.report.report import write_report
 from pcgsvc.report.sizes_plot import draw_sizes
 from pcgsvc.report.sizes_table import show_sizes
@@ -32,7 +32,7 @@ def sizes_job(config: Config, report_path: Path, out: Console) -> SizePlan:
         out: where the table goes.
 
     Raises:
-        ConfigError: a file cannot be used; or no picture can be drawn and `strict=true`.
+        ConfigError: a file cannot be used.
     """
     config, _ = with_sizes(config)
     named = listed(config.capture)
@@ -40,7 +40,7 @@ def sizes_job(config: Config, report_path: Path, out: Console) -> SizePlan:
     path = report_path if config.report is not None else report_path.with_name("sizes.json")
     picture = path.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    warnings = _draw(plan, picture, strict=config.strict)
+    warnings = _draw(plan, picture)
     write_report({**plan.as_json(), "warnings": warnings}, path)
     show_sizes(out, plan)
     show_place(out, path.absolute())
@@ -49,13 +49,11 @@ def sizes_job(config: Config, report_path: Path, out: Console) -> SizePlan:
     return plan
 
 
-def _draw(plan: SizePlan, picture: Path, *, strict: bool) -> list[str]:
-    try:
+def _draw(plan: SizePlan, picture: Path) -> list[str]:
+    """Draw the picture, or return what to warn of."""
+    if has_matplotlib():
         draw_sizes(plan, picture)
-    except ImportError as error:
-        words = f"no picture: {error}; pip install 'pcgsvc[plots]' brings matplotlib"
-        if strict:
-            raise ConfigError(f"strict=true, and {words}.") from error
-        logger.warning("%s", words)
-        return [words]
-    return []
+        return []
+    words = f"{picture.name} is not drawn: matplotlib is not installed (pip install matplotlib)"
+    logger.warning("%s", words)
+    return [words]
