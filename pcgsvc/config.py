@@ -116,6 +116,7 @@ class Job(enum.Enum):
     CACHE = "cache"
     COMPARE = "compare"
     CONFIG = "config"
+    SIZES = "sizes"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -215,12 +216,13 @@ class CompilerConfig:
 class CaptureConfig:
     """Which graphs are captured before the runner takes traffic."""
 
-    sizes: list[int] | None = None
-    """Capture sizes in tokens: a list, `"1,2,4"`, or `"1:64:8"` (1, then every multiple of 8 up to
-    64); None: a schedule that ends in `max_size`. Positive, without repetition."""
+    sizes: list[int] | str | None = None
+    """Capture sizes in tokens: a list, `"1,2,4"`, `"1:64:8"` (1, then every multiple of 8 up to
+    64), or `auto:FILE`: the best for a traffic file (see `traffic` and `sizing.*`); None: a
+    schedule that ends in `max_size`. Positive, without repetition."""
     max_size: int | None = None
-    """Largest capture size in tokens; None: 64 on the CPU, 512 on CUDA. Larger sizes are dropped
-    with a warning."""
+    """Largest capture size in tokens; None: 64 on the CPU, 512 on CUDA, and no limit for sizes that
+    were named or chosen. Larger sizes are dropped with a warning."""
     uniform_query_len: int = 1
     """Tokens per request in a uniform batch (above 1: speculative decoding); at least 1."""
     graphs: Graphs = Graphs.AUTO
@@ -316,6 +318,26 @@ class ExplainConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SizingConfig:
+    """How capture sizes are chosen for a traffic file: `capture.sizes=auto:FILE`, `job=sizes`."""
+
+    count: int | None = None
+    """How many sizes are taken; None: the knee, see `min_gain`. At least 1."""
+    max_count: int = 64
+    """Most sizes that are considered; at least 1."""
+    min_gain: float = 0.005
+    """The knee: a further size is taken while it saves at least this share of the expected time of
+    a step without padding; 0 to 1."""
+    cost: str | None = None
+    """Path of a report of `job=run` whose timings say what a step of a size costs; None: modelled
+    by `fixed_us` and `row_us`."""
+    fixed_us: float = 0.0
+    """Modelled time of a step without its rows, in microseconds; at least 0."""
+    row_us: float = 1.0
+    """Modelled time of each row of a step, in microseconds; above 0."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """All settings of one job."""
 
@@ -332,6 +354,7 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     config: ExplainConfig = field(default_factory=ExplainConfig)
+    sizing: SizingConfig = field(default_factory=SizingConfig)
     on_uncovered: OnUncovered = OnUncovered.RUN
     """A call that no graph serves: `run` it uncaptured and count it, or raise an `error`."""
     outputs: Outputs = Outputs.CLONE
@@ -347,15 +370,24 @@ class Config:
     """Anything asked for that is not being done is an error, not a warning."""
     job: Job = Job.RUN
     """`run`, `compile` (fill the cache), `plan` (trace and cut only), `cache` (see
-    `cache.action`), `compare` (one table of existing reports) or `config` (see
-    `config.explain`)."""
+    `cache.action`), `compare` (one table of existing reports), `config` (see `config.explain`) or
+    `sizes` (choose capture sizes for `traffic`)."""
     prompt: str | None = None
     """Text that a model with a tokenizer continues after `job=run` has verified it."""
     max_new_tokens: int = 48
     """Most tokens generated for `prompt`; at least 1."""
+    traffic: str | None = None
+    """Path of a traffic file, which `job=sizes` chooses sizes for and `job=run` replays: `.csv` or
+    `.jsonl` with num_tokens and optionally count and uniform, or `.json`: a runner's `stats()` or a
+    report."""
+    max_traffic_calls: int = 1000
+    """Most calls that replay `traffic`; of more, this many are taken evenly. At least 1."""
     report: str | None = None
     """Path of the JSON report; None: `report.json` in the run's output directory."""
 
+
+AUTO = "auto:"
+"""What `capture.sizes` begins with where a traffic file follows."""
 
 # ---- plain dict -> dataclass ---------------------------------------------------------------------
 
@@ -436,11 +468,13 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     """Convert one value to the annotated type, or say what is wrong with it."""
     if hint is Any:
         return value
+    if path == "capture.sizes":
+        return None if value is None else _auto_or_sizes(value, path)
     if typing.get_origin(hint) in (Union, types.UnionType):
         if value is None:
             return None
         (hint,) = [a for a in typing.get_args(hint) if a is not type(None)]
-    if path in ("capture.sizes", "compiler.specialize_sizes"):
+    if path == "compiler.specialize_sizes":
         return _sizes(value, path)
     if path.endswith(("memory_budget", "_bytes")) and isinstance(value, str):
         return _bytes(value, path)
@@ -497,6 +531,16 @@ def _bytes(value: str, path: str) -> int:
     return int(float(match.group(1)) * _BYTES[unit])
 
 
+def _auto_or_sizes(value: Any, path: str) -> list[int] | str:
+    """Read what `_sizes` reads, or `auto:FILE`, whose file is read when the config is used."""
+    if not isinstance(value, str) or not value.strip().startswith(AUTO):
+        return _sizes(value, path)
+    file = value.strip().removeprefix(AUTO).strip()
+    if not file:
+        raise ConfigError(f"{path}: got {value!r}, a traffic file is needed: auto:traffic.csv.")
+    return f"{AUTO}{file}"
+
+
 def _sizes(value: Any, path: str) -> list[int]:
     """Read a list, `"1,2,4"` or `"1:64:8"`."""
     help_ = (
@@ -551,8 +595,7 @@ def resolve(config: Config, *, device_type: str) -> Config:
         out.dtype = "bfloat16" if cuda else "float32"
     if out.capture.max_size is None:
         out.capture.max_size = 512 if cuda else 64
-        if out.capture.sizes:
-            out.capture.max_size = max([out.capture.max_size, *out.capture.sizes])
+        out.capture.max_size = max([out.capture.max_size, *listed(out.capture)])
     if out.capture.sizes is None:
         out.capture.sizes = schedule(out.capture.max_size)
     if out.capture.graphs is Graphs.AUTO:
@@ -560,6 +603,12 @@ def resolve(config: Config, *, device_type: str) -> Config:
     if out.attention.max_model_len is None:
         out.attention.max_model_len = 2048 if cuda else 256
     return out
+
+
+def listed(capture: CaptureConfig) -> list[int]:
+    """Return the capture sizes as they stand; `auto:FILE` must have been replaced by then."""
+    assert not isinstance(capture.sizes, str), "capture.sizes=auto: was not replaced by sizes"
+    return capture.sizes or []
 
 
 def copy(config: Config) -> Config:
@@ -596,17 +645,43 @@ def validate(config: Config, *, device_type: str) -> None:
         ("bench.repeats", config.bench.repeats, 1),
         ("sweep.timeout_s", config.sweep.timeout_s, 1),
         ("max_new_tokens", config.max_new_tokens, 1),
+        ("max_traffic_calls", config.max_traffic_calls, 1),
         ("seed", config.seed, 0),
     ):
-        if value is not None and value < least:
-            raise ConfigError(f"{path}: got {value}, at least {least} is needed.")
+        _at_least(path, value, least)
     if config.seed > _MAX_SEED:
         raise ConfigError(f"seed: got {config.seed}, at most {_MAX_SEED} is possible.")
     _validate_combinations(config, device_type)
+    validate_sizing(config)
+
+
+def _at_least(path: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{path}: got {value}, at least {least} is needed.")
+
+
+def validate_sizing(config: Config) -> None:
+    """Check what choosing capture sizes reads; before `capture.sizes=auto:FILE` is replaced."""
+    sizing, unset = config.sizing, SizingConfig()
+    _at_least("capture.uniform_query_len", config.capture.uniform_query_len, 1)
+    _at_least("sizing.count", sizing.count, 1)
+    _at_least("sizing.max_count", sizing.max_count, 1)
+    _at_least("sizing.min_gain", sizing.min_gain, 0)
+    _at_least("sizing.fixed_us", sizing.fixed_us, 0)
+    if sizing.min_gain > 1:
+        raise ConfigError(f"sizing.min_gain: got {sizing.min_gain}, at most 1 is possible.")
+    if sizing.row_us <= 0:
+        raise ConfigError(f"sizing.row_us: got {sizing.row_us}, a number above 0 is needed.")
+    modelled = (sizing.fixed_us, sizing.row_us) != (unset.fixed_us, unset.row_us)
+    if sizing.cost is not None and modelled:
+        raise ConfigError(
+            "sizing.fixed_us and sizing.row_us: set, but sizing.cost is there, whose report gives "
+            "the times; leave one of them out."
+        )
 
 
 def _validate_sizes(capture: CaptureConfig) -> None:
-    sizes = capture.sizes or []
+    sizes = listed(capture)
     if capture.max_size is not None and capture.max_size < 1:
         raise ConfigError(f"capture.max_size: got {capture.max_size}, at least 1 is needed.")
     if not sizes:
@@ -694,7 +769,7 @@ def _validate_compiler(compiler: CompilerConfig) -> None:
 def _validate_specialized(config: Config) -> None:
     """Refuse exact sizes that no call could reach."""
     wanted, limit = config.compiler.specialize_sizes, config.capture.max_size
-    captured = sorted(s for s in config.capture.sizes or [] if limit is None or s <= limit)
+    captured = sorted(s for s in listed(config.capture) if limit is None or s <= limit)
     bad = [s for s in wanted if s < 1]
     if bad:
         raise ConfigError(

@@ -199,7 +199,7 @@ class DispatchTable:
         if half is NONE:
             return f"mode {self._resolution.resolved.value} captures nothing for such batches"
         if num_reqs > self._max_reqs:
-            return f"{num_reqs} requests are more than attention.max_num_reqs={self._max_reqs}"
+            return f"more requests than attention.max_num_reqs={self._max_reqs}"
         if self._skipped and max(self._skipped) >= num_tokens:
             size = min(s for s in self._skipped if s >= num_tokens)
             return f"size {size} was skipped: {self._skipped[size]}"

@@ -17,7 +17,8 @@ from rich.console import Console
 from pcgsvc.bench import bench_entries
 from pcgsvc.cache_jobs import cache_job
 from pcgsvc.config import Config, Job, copy
-from pcgsvc.errors import ConfigError, VerifyError
+from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
+from pcgsvc.events import phase_events
 from pcgsvc.generate import generate_ids
 from pcgsvc.pipeline import build_from_config, prepare_only
 from pcgsvc.planning.planner import plan
@@ -27,10 +28,13 @@ from pcgsvc.report.plan import plan_section
 from pcgsvc.report.plan_files import draw_plan, picture_problem
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import plan_report, write_report
+from pcgsvc.report.sizes_table import show_traffic
 from pcgsvc.report.tables import console, show_place, show_report, show_text
 from pcgsvc.request import request_of
 from pcgsvc.runner import Runner
 from pcgsvc.samples import Samples
+from pcgsvc.sizing.job import sizes_job
+from pcgsvc.sizing.replay import replay
 from pcgsvc.stages import phase
 from pcgsvc.verify import verify
 
@@ -50,6 +54,7 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.CACHE: _cache,
         Job.COMPARE: _compare,
         Job.CONFIG: _config,
+        Job.SIZES: _sizes,
     }
     return jobs[config.job](config, report_path, console())
 
@@ -72,6 +77,11 @@ def _config(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
         "job: got 'config', which tells who set each setting, and so needs a command line: "
         "python -m pcgsvc job=config."
     )
+
+
+def _sizes(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    sizes_job(config, report_path, out)
+    return {}
 
 
 def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
@@ -129,11 +139,22 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
                 report["bench"] = bench_entries(
                     runner, samples, repeats=config.bench.repeats, on_entry=progress.advance
                 )
+        if config.traffic is not None:
+            with phase_events(logger, "traffic", 0):
+                report["traffic"] = replay(runner, config, progress)
         text = _continue_prompt(runner, config) if config.prompt is not None else None
         report["dispatch"] = runner.stats()
     _finish(report, report_path, out)
+    if "traffic" in report:
+        show_traffic(out, report["traffic"])
     if text is not None:
         show_text(out, str(config.prompt), text)
+    refused = report.get("traffic", {}).get("refused")
+    if refused:
+        raise UncoveredError(
+            f"traffic: {sum(r['count'] for r in refused)} calls were refused; the first: "
+            f"{refused[0]['reason']}"
+        )
     wrong = [row for row in report["verify"] if not row["ok"]]
     if wrong:
         raise VerifyError(

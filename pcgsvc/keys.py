@@ -34,6 +34,7 @@ NOT_IN_KEY: dict[str, str] = {
     "sweep": "which process a job runs in",
     "compare": "which reports are read",
     "config": "what is printed of the settings",
+    "sizing": "which sizes are captured, not what is compiled",
     "on_uncovered": "what a call does, not what is compiled",
     "outputs": "what a call does, not what is compiled",
     "device": "its type, class and capability are facts themselves",
@@ -42,6 +43,8 @@ NOT_IN_KEY: dict[str, str] = {
     "job": "what is done with the program",
     "prompt": "what is done with the program",
     "max_new_tokens": "what is done with the program",
+    "traffic": "what is done with the program",
+    "max_traffic_calls": "what is done with the program",
     "report": "a path",
 }
 """Settings (or whole groups) that cannot change a compiled artifact, each with the reason."""

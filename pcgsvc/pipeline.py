@@ -27,6 +27,7 @@ from pcgsvc.dispatch import (
     wanted_entries,
 )
 from pcgsvc.errors import ConfigError, VerifyError
+from pcgsvc.events import log_event, phase_events
 from pcgsvc.graphs.capture import CaptureOptions, GraphTable, capture_entries
 from pcgsvc.graphs.cuda import CudaEngine
 from pcgsvc.graphs.recorded import RecordedEngine
@@ -197,7 +198,7 @@ def prepare(request: Request, folder: CompilerFolder, store: Store, progress: Pr
     artifacts = Artifacts(config, request.device, store, folder)
     stages = Stages(request, artifacts, store, seconds, progress)
     image, pieces = stages.run()
-    cache = {
+    cache: dict[str, Any] = {
         "mode": config.cache.mode.value,
         "dir": str(store.folder.data) if store.folder is not None else None,
         "program_key": stages.key,
@@ -214,6 +215,9 @@ def prepare(request: Request, folder: CompilerFolder, store: Store, progress: Pr
         ),
         "bytes": store.num_bytes(),
     }
+    for reason in cache["miss_reasons"]:
+        if reason not in stages.misses:  # those are logged where they are met
+            log_event(logger, logging.DEBUG, "cache_miss", "cache: %s", reason, reason=reason)
     logger.info(
         "%s start: %d ops in %d regions (%d unique) and %d boundaries; %d compiled, %d loaded",
         stages.start,
@@ -337,7 +341,7 @@ def _capture(
         profile_ranges=config.debug.profile_ranges,
     )
     progress.start("capture", len(wanted))
-    with on_capture_stream(workspace):
+    with phase_events(logger, "capture", len(wanted)), on_capture_stream(workspace):
         table = capture_entries(
             program,
             workspace,

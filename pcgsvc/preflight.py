@@ -19,6 +19,8 @@ from pcgsvc.ops.registry import registered_names
 from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plots import has_matplotlib
+from pcgsvc.sizing.auto import plan_for, with_sizes
+from pcgsvc.sizing.files import read_traffic
 from pcgsvc.torch_private import op_exists
 
 
@@ -49,6 +51,7 @@ def check_command(command: Command) -> None:
 def check(config: Config) -> None:
     """Raise `ConfigError` for a config that cannot be built."""
     device = device_of(config)
+    config, _ = with_sizes(config)
     resolved = resolve(config, device_type=device.type)
     validate(resolved, device_type=device.type)
     dtype_of(resolved)
@@ -60,6 +63,7 @@ def check(config: Config) -> None:
     _check_paths(resolved)
     _check_prompt(resolved)
     _check_compare(resolved)
+    _check_traffic(config)
     _check_strict(resolved)
 
 
@@ -88,10 +92,10 @@ def _check_compare(config: Config) -> None:
     _check_picture(config)
 
 
-def _check_picture(config: Config) -> None:
+def _check_picture(config: Config, name: str = "sweep.png") -> None:
     if config.strict and not has_matplotlib():
         raise ConfigError(
-            "strict=true, and sweep.png cannot be drawn: matplotlib is not installed (pip install "
+            f"strict=true, and {name} cannot be drawn: matplotlib is not installed (pip install "
             "matplotlib)."
         )
 
@@ -146,6 +150,24 @@ def _check_folder(setting: str, folder: Path) -> None:
         raise ConfigError(f"{setting}: '{there}' is no folder; name another place.")
     if not os.access(there, os.W_OK):
         raise ConfigError(f"{setting}: '{there}' cannot be written; name another place.")
+
+
+def _check_traffic(config: Config) -> None:
+    """Read the traffic file before the work that it is for.
+
+    Args:
+        config: not resolved, as `job=sizes` reads it: no `capture.max_size` is no limit.
+    """
+    if config.job is Job.SIZES:
+        plan_for(config, {})
+        _check_picture(config, "sizes.png")
+    elif config.traffic is not None:
+        if config.job is not Job.RUN:
+            raise ConfigError(
+                f"traffic: job={config.job.value} does not read it; use job=run to replay it, or "
+                "job=sizes to choose sizes for it."
+            )
+        read_traffic(config.traffic).as_dispatched(config.capture.uniform_query_len)
 
 
 def _check_prompt(config: Config) -> None:

@@ -26,6 +26,8 @@ from pcgsvc.ops.backends import find_backend
 from pcgsvc.process import BUILD_LOCK
 from pcgsvc.progress import Progress, Silent
 from pcgsvc.samples import Samples
+from pcgsvc.sizing.auto import with_sizes
+from pcgsvc.sizing.choice import SizePlan
 from pcgsvc.traced import Binding, InputSpec
 from pcgsvc.workspace import ShapeWorkspace, Workspace, cache_geometry, usable_sizes
 
@@ -63,6 +65,8 @@ class Request:
     """How long the model took to build, in seconds."""
     planned: Planned | None = None
     """Set for `job=plan`: the model's tensors have shapes and no memory."""
+    sizes: SizePlan | None = None
+    """How the capture sizes were chosen; None: they were named, or are the default schedule."""
 
 
 def request_for(
@@ -75,6 +79,7 @@ def request_for(
     tensors, constants = split_arguments(module, example_inputs)
     specs = input_specs(tensors, dynamic_dims)
     device = specs[0].example.device
+    config, sizes = with_sizes(config, own_module=True)
     given = resolve(config, device_type=device.type)
     validate(given, device_type=device.type)
     if isinstance(module, torch.nn.Module) and module.training:
@@ -82,7 +87,9 @@ def request_for(
     bundle = ModelBundle(
         module=module, make_inputs=resampler(specs), dynamic_dims=dict(dynamic_dims)
     )
-    return Request(config=given, device=device, bundle=bundle, inputs=specs, constants=constants)
+    return Request(
+        config=given, device=device, bundle=bundle, inputs=specs, constants=constants, sizes=sizes
+    )
 
 
 def request_of(config: Config, progress: Progress | None = None) -> Request:
@@ -90,6 +97,7 @@ def request_of(config: Config, progress: Progress | None = None) -> Request:
     progress = progress or Silent()
     started = time.perf_counter()
     device = device_of(config)
+    config, sizes = with_sizes(config)
     config = resolve(config, device_type=device.type)
     validate(config, device_type=device.type)
     validate_model(config)
@@ -107,6 +115,7 @@ def request_of(config: Config, progress: Progress | None = None) -> Request:
         inputs=bundle_specs(bundle),
         constants={},
         weights_s=seconds,
+        sizes=sizes,
     )
 
 

@@ -7,6 +7,7 @@ replays, cuts. Knows nothing of how any of it was built, and of no model in part
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +22,15 @@ from pcgsvc.canonical import tensors_of
 from pcgsvc.config import Config, Mode, OnUncovered, Outputs
 from pcgsvc.dispatch import BatchDescriptor, Dispatch, DispatchTable
 from pcgsvc.errors import BatchError, PcgError, StaleAddressError, UncoveredError
+from pcgsvc.events import log_event
 from pcgsvc.graphs.capture import GraphTable
 from pcgsvc.graphs.session import Entry
 from pcgsvc.ops.context import reset_context, set_context, use_context
 from pcgsvc.program import Direct, Program
 from pcgsvc.traced import InputSpec, SizePredicate, TensorSpec
 from pcgsvc.workspace import Workspace
+
+logger = logging.getLogger(__name__)
 
 _WEIGHTS_PER_CALL = 8
 """Weights whose address is compared at each call; all are compared in turn."""
@@ -99,7 +103,10 @@ class Runner:
         self._at_close = at_close
         self._lock = threading.RLock()
         self._hits: Counter[str] = Counter()
+        self._calls: Counter[tuple[int, bool]] = Counter()
+        self._entries = [f"{m.value}:{d.num_tokens}" for m, d in parts.table.entries]
         self._fallbacks: Counter[tuple[int, str]] = Counter()
+        self._told: Counter[str] = Counter()
         self._rows, self._padded = 0, 0
         self._replayed: set[int] = set()
         self._weights = _weights(parts)
@@ -146,6 +153,7 @@ class Runner:
                 results = self._execute(parts, found, inputs, checked)
             else:
                 results = self._execute_apart(parts, found, inputs, checked)
+            self._calls[num_tokens, uniform] += 1
             return parts.outputs.build(results, inputs)
 
     def plan(self, num_tokens: int, query_lens: Sequence[int] | None = None) -> Dispatch:
@@ -186,19 +194,36 @@ class Runner:
         return self._on_stream(self._open())
 
     def stats(self) -> dict[str, Any]:
-        """Return hits by mode and size, fall-backs with reasons, and the share of padding rows."""
+        """Return what was called and what served it; saved as JSON, it is a traffic file.
+
+        Returns:
+            hits: replays by `mode:size`. never_used: captured entries without any, in this form.
+            fallbacks: calls without a graph, with reasons. calls: counts by true row count and
+            kind of batch. padding_share: padding rows by all rows that ran.
+        """
         with self._lock:
             fallbacks = [
                 {"num_tokens": n, "reason": reason, "count": count}
                 for (n, reason), count in sorted(self._fallbacks.items())
             ]
             share = self._padded / (self._rows + self._padded) if self._padded else 0.0
-            return {"hits": dict(self._hits), "fallbacks": fallbacks, "padding_share": share}
+            calls = [
+                {"num_tokens": n, "uniform": uniform, "count": count}
+                for (n, uniform), count in sorted(self._calls.items())
+            ]
+            return {
+                "hits": dict(self._hits),
+                "fallbacks": fallbacks,
+                "padding_share": share,
+                "calls": calls,
+                "never_used": [name for name in self._entries if name not in self._hits],
+            }
 
     def reset_stats(self) -> None:
         """Forget all counts, so that `stats()` speaks of what follows."""
         with self._lock:
             self._hits.clear()
+            self._calls.clear()
             self._fallbacks.clear()
             self._rows = self._padded = 0
 
@@ -210,6 +235,10 @@ class Runner:
             parts, self._parts = self._parts, None
             if parts is None:
                 return
+            for reason, calls in self._told.items():
+                words = "%d calls ran without a graph: %s"
+                fields = {"reason": reason, "calls": calls}
+                log_event(logger, logging.INFO, "fallbacks", words, calls, reason, **fields)
             if parts.workspace.stream is not None:
                 parts.workspace.stream.synchronize()
             parts.table.entries.clear()
@@ -377,6 +406,19 @@ class Runner:
                 "capture.max_size or add to capture.sizes, or set on_uncovered=run."
             )
         self._fallbacks[(rows, reason)] += 1
+        self._told[reason] += 1
+        if self._told[reason] == 1:  # the first of its kind; `close` tells how many there were
+            log_event(
+                logger,
+                logging.WARNING if parts.dispatch.wants(uniform) else logging.INFO,
+                "fallback",
+                "a call of %d rows runs without a graph: %s (further ones are counted, not logged)",
+                rows,
+                reason,
+                reason=reason,
+                num_tokens=rows,
+                uniform=uniform,
+            )
 
     # -- surroundings --
 

@@ -28,7 +28,7 @@ class Setting:
     path: str
     """Dotted, as on the command line."""
     kind: Any
-    """The annotation, without `| None`."""
+    """The annotation, without `| None`; of several kinds the first."""
     default: Any
     """Its own default; an enum's word."""
     doc: str
@@ -89,7 +89,7 @@ def key_reason(path: str) -> str | None:
 def _without_none(hint: Any) -> Any:
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return hint
-    (kind,) = [a for a in typing.get_args(hint) if a is not type(None)]
+    kind, *_ = [a for a in typing.get_args(hint) if a is not type(None)]
     return kind
 
 

@@ -21,6 +21,7 @@ from pcgsvc.artifacts import Artifacts, NoProgramError, file_digest, require_war
 from pcgsvc.canonical import buffer_names, refuse_outputs, tensors_of
 from pcgsvc.config import CacheMode, Compiler, Strategy
 from pcgsvc.errors import CacheError
+from pcgsvc.events import log_event, phase_events
 from pcgsvc.facts import program_facts
 from pcgsvc.image import ProgramImage, image_of
 from pcgsvc.keys import key_of
@@ -147,9 +148,11 @@ class Stages:
                     facts, self._request.bundle.module, self._request.constants
                 )
             except NoProgramError as error:
-                if str(error) not in self.misses:
-                    self.misses.append(str(error))
-                    logger.info("cache: no stored program fits: %s", str(error))
+                reason = str(error)  # not the error: a log record would keep its frames alive
+                if reason not in self.misses:
+                    self.misses.append(reason)
+                    words = "cache: no stored program fits: %s"
+                    log_event(logger, logging.INFO, "cache_miss", words, reason, reason=reason)
                 return None
         self.start = "warm"
         self.finish = partial(self._artifacts.finish, facts, *found)
@@ -284,11 +287,11 @@ def phase(
     progress.start(name, total)
     started = time.perf_counter()
     try:
-        yield
+        with phase_events(logger, name, total):
+            yield
     finally:
         seconds[name] += time.perf_counter() - started
         progress.stop()
-    logger.info("%s: %.3f s", name, seconds[name])
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.batch import CacheGeometry, CheckedBatch, StepBuffers
-from pcgsvc.config import Config
+from pcgsvc.config import Config, listed
 from pcgsvc.devices import dtype_of
 from pcgsvc.errors import ConfigError
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
@@ -143,7 +143,7 @@ def _buffer(spec: InputSpec, max_tokens: int, device: torch.device) -> torch.Ten
 
 def usable_sizes(config: Config) -> tuple[list[int], list[str]]:
     """Return the capture sizes that are within `capture.max_size`, and what to warn of."""
-    sizes, limit = config.capture.sizes or [], config.capture.max_size
+    sizes, limit = listed(config.capture), config.capture.max_size
     usable = sorted(s for s in sizes if limit is None or s <= limit)
     dropped = sorted(set(sizes) - set(usable))
     if not dropped:

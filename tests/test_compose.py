@@ -75,9 +75,9 @@ def test_nothing_given_composes_to_the_defaults_of_the_dataclasses() -> None:
 
 def test_each_setting_can_be_set_on_the_command_line_to_its_default() -> None:
     # One override each, so that a setting that Hydra's struct mode or grammar refuses is found.
-    words = {None: "null", True: "true", False: "false"}
+    words = {"None": "null", "True": "true", "False": "false"}
     overrides = [
-        f"{s.path}={words[s.default] if s.default in (None, True, False) else s.default}"
+        f"{s.path}={words.get(str(s.default), s.default)}"
         for s in walk()
         if not isinstance(s.default, (list, dict, int)) or isinstance(s.default, bool)
     ]

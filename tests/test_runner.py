@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import threading
 import weakref
 from collections.abc import Iterator
@@ -82,7 +83,9 @@ def test_every_mode_and_size_gives_what_the_model_gives(
 
 def test_stats_count_hits_fallbacks_and_padding_and_can_be_reset() -> None:
     with build(toy(1), sizes=[4, 8]) as runner:
-        assert runner.stats() == {"hits": {}, "fallbacks": [], "padding_share": 0.0}
+        names = ["piecewise:8", "piecewise:4"]
+        unused = {"hits": {}, "fallbacks": [], "padding_share": 0.0, "calls": []}
+        assert runner.stats() == {**unused, "never_used": names}
         for size in (4, 3, 8, 20, 20):
             runner(rows(size))
         stats = runner.stats()
@@ -91,8 +94,25 @@ def test_stats_count_hits_fallbacks_and_padding_and_can_be_reset() -> None:
             {"num_tokens": 20, "reason": "above the largest capture size", "count": 2}
         ]
         assert stats["padding_share"] == pytest.approx(1 / (4 + 4 + 8 + 40))
+        assert stats["never_used"] == []
         runner.reset_stats()
-        assert runner.stats()["hits"] == {}
+        assert runner.stats() == {**unused, "never_used": names}
+
+
+def test_stats_count_calls_by_true_rows_and_kind_also_after_close() -> None:
+    with build(toy(1), sizes=[4]) as runner:
+        for query_lens in ([3], [1, 1, 1], [2, 1], [1], [7]):
+            x = rows(sum(query_lens))
+            runner(x, batch=pcgsvc.Batch(query_lens=query_lens))
+        with pytest.raises(BatchError):
+            runner(rows(3), batch=pcgsvc.Batch(query_lens=[2]))
+    assert runner.stats()["calls"] == [
+        {"num_tokens": 1, "uniform": True, "count": 1},
+        {"num_tokens": 3, "uniform": False, "count": 2},
+        {"num_tokens": 3, "uniform": True, "count": 1},
+        {"num_tokens": 7, "uniform": False, "count": 1},
+    ]
+    assert json.loads(json.dumps(runner.stats())) == runner.stats()
 
 
 def test_a_plan_runs_nothing_and_says_why(shared: pcgsvc.Runner) -> None:

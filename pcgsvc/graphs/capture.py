@@ -21,6 +21,7 @@ from pcgsvc.batch import CheckedBatch
 from pcgsvc.config import Mode
 from pcgsvc.dispatch import BatchDescriptor
 from pcgsvc.errors import CaptureError, PcgError
+from pcgsvc.events import log_event
 from pcgsvc.graphs.cuda import CudaEngine
 from pcgsvc.graphs.recorded import RecordedEngine
 from pcgsvc.graphs.session import Entry, Session
@@ -174,7 +175,19 @@ def _capture_one(
     table.device_bytes = used
     table.entries[key] = entry
     table.owned[key] = owned
-    logger.debug("captured %s size %d: %d graphs", mode.value, size, entry.num_graphs)
+    log_event(
+        logger,
+        logging.DEBUG,
+        "capture",
+        "captured %s size %d: %d graphs",
+        mode.value,
+        size,
+        entry.num_graphs,
+        mode=mode.value,
+        size=size,
+        uniform=descriptor.uniform,
+        graphs=entry.num_graphs,
+    )
 
 
 def warm_up(program: Program, values: list[object], calls: int) -> None:
@@ -245,7 +258,18 @@ def _check_boundaries(program: Program, entry: Entry, key: Key) -> None:
 
 def _skip(table: GraphTable, key: Key, reason: str) -> None:
     mode, descriptor = key
-    logger.warning("capture: %s size %d skipped: %s", mode.value, descriptor.num_tokens, reason)
+    log_event(
+        logger,
+        logging.WARNING,
+        "capture_skipped",
+        "capture: %s size %d skipped: %s",
+        mode.value,
+        descriptor.num_tokens,
+        reason,
+        mode=mode.value,
+        size=descriptor.num_tokens,
+        reason=reason,
+    )
     table.skipped.setdefault(descriptor.num_tokens, f"{mode.value}: {reason}")
 
 

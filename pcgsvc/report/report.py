@@ -19,6 +19,7 @@ from pcgsvc.version import __version__
 if TYPE_CHECKING:
     from pcgsvc.graphs.capture import GraphTable
     from pcgsvc.pipeline import Built
+    from pcgsvc.sizing.choice import SizePlan
     from pcgsvc.workspace import Workspace
 
 SCHEMA = 1
@@ -66,6 +67,7 @@ def plan_report(built: Built) -> dict[str, Any]:
             "num_reread": len(image.reads),
         },
         "warnings": list(built.warnings),
+        **({} if built.request.sizes is None else {"chosen_sizes": chosen(built.request.sizes)}),
     }
 
 
@@ -74,6 +76,12 @@ def _device(built: Built) -> str:
     if planned is not None and planned.target != built.request.device:
         return f"{planned.target} (planned for; not on this machine)"
     return device_words(built.request.device)
+
+
+def chosen(plan: SizePlan) -> dict[str, Any]:
+    """Return how capture sizes were chosen, without the curve that `job=sizes` writes."""
+    tree = plan.as_json()
+    return {k: v for k, v in tree.items() if k not in ("curve", "others")}
 
 
 def build_report(built: Built, table: GraphTable, workspace: Workspace) -> dict[str, Any]:

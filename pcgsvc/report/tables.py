@@ -57,9 +57,14 @@ def show_text(out: Console, prompt: str, text: str) -> None:
     _fact(out, "answer", f"[bold]{escape(text.strip())}[/]")
 
 
-def show_place(out: Console, path: Path) -> None:
+def show_place(out: Console, path: Path, what: str = "report") -> None:
     """Print where the report lies; never wrapped, so that it can be copied."""
-    out.print(f"[bold]{'report':<{_LABEL}}[/] {escape(str(path))}", soft_wrap=True)
+    out.print(f"[bold]{what:<{_LABEL}}[/] {escape(str(path))}", soft_wrap=True)
+
+
+def show_fact(out: Console, label: str, text: str) -> None:
+    """Print one fact as the summary does; both may hold markup."""
+    _fact(out, label, text)
 
 
 # ---- facts ---------------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""Structured log events: ordinary log records that also carry fields for programs.
+
+In: a logger, an event's name, a message, fields. Out: a record with `record.event` and an attribute
+per field. Configures no handler and no level; a JSON formatter, or a filter on `record.event`, is
+the reader's. Knows nothing of what happens.
+
+| event | level | fields |
+|---|---|---|
+| `phase_start` | DEBUG | phase, total (units, 0: unknown) |
+| `phase_end` | INFO | phase, seconds, ok (false: an error ended it) |
+| `capture` | DEBUG | mode, size, uniform, graphs |
+| `capture_skipped` | WARNING | mode, size, reason |
+| `cache_miss` | INFO for a program, DEBUG for its pieces | reason |
+| `fallback` | INFO, or WARNING where graphs were meant to serve | reason, num_tokens, uniform |
+| `fallbacks` | INFO | reason, calls (in all; one event per reason when the runner is closed) |
+
+Phases: import, trace, split, compile, load, capture, verify, bench, traffic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+EVENTS = (
+    "phase_start",
+    "phase_end",
+    "capture",
+    "capture_skipped",
+    "cache_miss",
+    "fallback",
+    "fallbacks",
+)
+
+
+def log_event(
+    logger: logging.Logger, level: int, event: str, message: str, *args: Any, **fields: Any
+) -> None:
+    """Log a message as an event, as if from the caller's line."""
+    if logger.isEnabledFor(level):
+        logger.log(level, message, *args, extra={"event": event, **fields}, stacklevel=2)
+
+
+@contextlib.contextmanager
+def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[None]:
+    """Log the start and the end of a phase around a block; also of one that fails."""
+    log_event(logger, logging.DEBUG, "phase_start", "%s: begins", phase, phase=phase, total=total)
+    started, ok = time.perf_counter(), False
+    try:
+        yield
+        ok = True
+    finally:
+        seconds = time.perf_counter() - started
+        words = "%s: %.3f s" if ok else "%s: failed after %.3f s"
+        log_event(
+            logger,
+            logging.INFO,
+            "phase_end",
+            words,
+            phase,
+            seconds,
+            phase=phase,
+            seconds=seconds,
+            ok=ok,
+        )

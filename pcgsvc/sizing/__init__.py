@@ -1,0 +1,1 @@
+"""Which capture sizes a given traffic wants, and whether they were used."""
