@@ -24,6 +24,7 @@ from pcgsvc.devices import device_of
 from pcgsvc.models.llama_dims import explicit_dims, preset_dims
 from pcgsvc.models.smollm2 import find_weights
 from pcgsvc.settings import walk
+from pcgsvc.sizing.auto import with_sizes
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def compose_with_origins(
 
 
 def _resolved(config: Config) -> Config:
-    return resolve(config, device_type=device_of(config).type)
+    return resolve(with_sizes(config)[0], device_type=device_of(config).type)
 
 
 def _is_hydra(override: Override) -> bool:

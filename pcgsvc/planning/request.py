@@ -27,6 +27,7 @@ from pcgsvc.ops.context import ForwardContext
 from pcgsvc.ops.support import Support
 from pcgsvc.progress import Progress
 from pcgsvc.request import Planned, Request
+from pcgsvc.sizing.auto import with_sizes
 from pcgsvc.traced import InputSpec
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def plan_request(config: Config, progress: Progress, *, real: str | None = None)
     """
     started = time.perf_counter()
     target = device_of(config)
+    config, sizes = with_sizes(config)
     config = resolve(config, device_type=target.type)
     validate(config, device_type=target.type)
     validate_model(config)
@@ -90,6 +92,7 @@ def plan_request(config: Config, progress: Progress, *, real: str | None = None)
         constants={},
         weights_s=time.perf_counter() - started,
         planned=planned,
+        sizes=sizes,
     )
     logger.info("model: %.3f s, %s", request.weights_s, _how(planned))
     return request
