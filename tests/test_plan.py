@@ -133,7 +133,7 @@ def test_sizes_chosen_for_traffic_are_planned(tmp_path: Path) -> None:
     traffic = tmp_path / "traffic.csv"
     traffic.write_text("num_tokens,count\n3,9\n7,5\n40,2\n")
     done = planned("model.num_layers=2", f"capture.sizes=auto:{traffic}")
-    assert done.request.config.capture.sizes == [3, 7, 40]
+    assert done.built.sizes == [3, 7, 40]
 
 
 def test_a_plan_says_what_each_mode_would_become() -> None:
