@@ -158,6 +158,7 @@ class Stages:
                 request.inputs,
                 request.constants,
                 request.device,
+                request.bundle.facts,
             )
         except NotCanonicalError as error:
             self._uncacheable([f"constant arguments: {error}"])
