@@ -54,7 +54,7 @@ def take(model: Any, spec: AttentionSpec, vocab_size: int, seed: int) -> Referen
         torch.randint(vocab_size, (length,), generator=generator).to(device)
         for length in (longest, min(_LENGTHS[1], longest))
     ]
-    with torch.no_grad(), implementation(model, "eager"), _own_experts(model):
+    with torch.no_grad(), implementation(model, "eager", "eager"):
         logits = [own_logits(model, ids) for ids in sequences]
     return Reference(sequences, logits)
 
@@ -81,7 +81,7 @@ def check(
     Raises:
         VerifyError: it is above `TOLERANCE`.
     """
-    got = _flat_logits(reference.sequences, module, spec, kind, dtype)
+    got = flat_logits(reference.sequences, module, spec, kind, dtype)
     want = torch.cat(reference.logits).float()
     rows = (torch.cat(got).float() - want).abs().amax(-1) / want.abs().max()
     share = 1.0 if dtype is torch.float32 else 0.9
@@ -114,7 +114,7 @@ def _schedule(lengths: list[int]) -> Iterator[list[int]]:
         yield step
 
 
-def _flat_logits(
+def flat_logits(
     sequences: list[torch.Tensor],
     module: nn.Module,
     spec: AttentionSpec,
@@ -160,17 +160,3 @@ def _flat_logits(
         for n, part in zip(live, rows, strict=True):
             logits[n].append(part)
     return [torch.cat(parts) for parts in logits]
-
-
-class _own_experts:  # noqa: N801 - used as a function
-    """Have a model run its experts as its own code does, for a block."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        self._before = self._model.config._experts_implementation
-        self._model.set_experts_implementation("eager")
-
-    def __exit__(self, *error: object) -> None:
-        self._model.set_experts_implementation(self._before)

@@ -6,6 +6,7 @@ the config alone. Builds no model.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -131,23 +132,32 @@ def _of_path(given: str) -> Source:
             f"model.path: '{given}' is neither a .gguf file nor a directory with a config.json."
         )
     if gguf:
-        require("gguf", "hf")
+        for package in ("gguf", "accelerate"):  # accelerate: transformers loads no GGUF without it
+            require(package, "hf")
     elif not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"model.path: '{given}' holds no .safetensors file; other formats can run code when "
             "they are read and are not."
         )
-    config = require("transformers", "hf").AutoConfig
-    options = {"gguf_file": path.name} if gguf else {}
     try:
-        if not gguf:
+        if gguf:
+            found = _gguf_config(path, path.stat().st_mtime_ns)
+        else:
             _read_json("model.path", path / "config.json")
-        found = config.from_pretrained(
-            path.parent if gguf else path, local_files_only=True, **options
-        )
+            transformers = require("transformers", "hf")
+            found = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.path: '{given}' cannot be read: {_first(error)}") from error
     return Source("model.path", given, found, path)
+
+
+@functools.lru_cache(maxsize=2)
+def _gguf_config(path: Path, mtime_ns: int) -> Any:
+    """Return a GGUF file's config; kept, since transformers reads the whole vocabulary for it."""
+    transformers = require("transformers", "hf")
+    return transformers.AutoConfig.from_pretrained(
+        path.parent, gguf_file=path.name, local_files_only=True
+    )
 
 
 def _of_config(given: str) -> Source:

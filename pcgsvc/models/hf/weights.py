@@ -6,7 +6,9 @@ graphs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
 import time
 from collections.abc import Iterator
@@ -152,23 +154,37 @@ def freeze_frequencies(model: nn.Module) -> None:
 
 
 @contextmanager
-def implementation(model: Any, attention: str) -> Iterator[None]:
-    """Have the model use another attention implementation for a block."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(attention)
+def implementation(model: Any, attention: str, experts: str | None = None) -> Iterator[None]:
+    """Have the model use another attention implementation, and experts', for a block.
+
+    What the modeling code reads is set: `set_attn_implementation` does nothing, but for a warning,
+    where the source of the model's class does not look as transformers' own.
+    """
+    config = model.config
+    before = config._attn_implementation, getattr(config, "_experts_implementation", None)
+    config._attn_implementation = attention
+    if experts is not None:
+        config._experts_implementation = experts
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        config._attn_implementation = before[0]
+        if experts is not None:
+            config._experts_implementation = before[1]
 
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Keep transformers' own progress bars off for a block; pcgsvc shows its own."""
+    """Keep transformers' own progress bars off for a block; pcgsvc shows its own.
+
+    The one of GGUF files knows no switch: what is written to stderr meanwhile goes nowhere. Log
+    handlers hold a stream of their own, so warnings arrive.
+    """
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         if shown:
             transformers.utils.logging.enable_progress_bar()
