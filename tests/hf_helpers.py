@@ -57,8 +57,9 @@ def theirs(values: dict[str, Any], module: nn.Module) -> Any:
 @torch.no_grad()
 def their_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """Return logits [L, vocab] of one whole sequence."""
-    logits: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
-    return logits
+    ids = torch.tensor([tokens], device=model.device)
+    logits: torch.Tensor = model(input_ids=ids).logits[0]
+    return logits.cpu()
 
 
 def forced_logits(
@@ -74,7 +75,7 @@ def forced_logits(
     Returns:
         Logits [steps, vocab] of each text, from the prompt's last token on.
     """
-    geometry = runner.parts.workspace.geometry
+    geometry, device = runner.parts.workspace.geometry, runner.parts.workspace.device
     assert geometry is not None
     width = -(-max(map(len, texts)) // geometry.block_size)
     first = geometry.first_free_block
@@ -90,7 +91,8 @@ def forced_logits(
         positions = [p for at, n in zip(done, counts, strict=True) for p in range(at, at + n)]
         done = [at + n for at, n in zip(done, counts, strict=True)]
         batch = Batch(query_lens=counts, seq_lens=done, block_tables=tables)
-        logits = runner(torch.tensor(ids), torch.tensor(positions), batch=batch)
+        inputs = (torch.tensor(values, device=device) for values in (ids, positions))
+        logits = runner(*inputs, batch=batch).cpu()
         ends = torch.tensor(counts).cumsum(0) - 1
         for number, row in enumerate(logits[ends]):
             found[number].append(row)

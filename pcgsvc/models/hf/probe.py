@@ -22,6 +22,7 @@ from torch import nn
 
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.extras import require
+from pcgsvc.models.hf import masks
 from pcgsvc.models.hf.source import Source
 from pcgsvc.models.hf.weights import implementation, make
 from pcgsvc.ops.attention import AttentionSpec
@@ -171,52 +172,15 @@ def _register() -> None:
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, _note_mask)
 
 
-# ---- masks ---------------------------------------------------------------------------------------
-
-
 def _note_mask(*args: Any, mask_function: Callable[..., Any], **settings: Any) -> torch.Tensor:
     """Transformers' mask interface: give out a token for the mask, and remember its window."""
     notes = _NOTES.get()
     token = torch.empty(1, 1, _TOKENS, _TOKENS, dtype=torch.bool)
-    notes.masks.append((token, _window(notes, mask_function)))
+    try:
+        notes.masks.append((token, masks.window(mask_function, notes.max_position)))
+    except masks.MaskError as error:
+        raise notes.source.refuse(f"its mask {error}.") from error
     return token
-
-
-def _window(notes: Notes, mask_function: Callable[..., Any]) -> int | None:
-    """Return how many keys a row sees at most, None for all; refuse any other mask.
-
-    Rows are sampled: the first ones, around every power of two, and the last.
-    """
-    length = notes.max_position
-    rows = {*range(min(16, length)), length - 1}
-    for power in (1 << n for n in range(4, length.bit_length())):
-        rows |= {row for row in (power - 1, power, power + 1) if row < length}
-    keys, zero = (
-        torch.arange(length, device="cpu"),
-        torch.zeros((), dtype=torch.int64, device="cpu"),
-    )
-
-    def seen(row: int) -> torch.Tensor:
-        try:
-            at = torch.tensor(row, device="cpu")
-            return torch.as_tensor(mask_function(zero, zero, at, keys)).expand(length).bool()
-        except Exception as error:
-            raise notes.source.refuse(
-                "its mask depends on data; only causal masks and sliding windows are supported "
-                f"({error})."
-            ) from error
-
-    window = int(seen(length - 1).sum())
-    for row in sorted(rows):
-        if not torch.equal(seen(row), (keys <= row) & (keys > row - window)):
-            raise notes.source.refuse(
-                "its mask is neither causal nor a sliding window (chunked attention, a prefix, or "
-                f"the like): row {row} sees other keys than the {window} up to itself."
-            )
-    return window if window < length else None
-
-
-# ---- calls ---------------------------------------------------------------------------------------
 
 
 def _note_call(
