@@ -100,18 +100,26 @@ def side_effects() -> list[str]:
 
 def _put_back(effects: Any, variable: Any) -> bool:
     """Whether all that a trace changed of an object are attributes that have their old values."""
+    from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
+
     stored = effects.store_attr_mutations.get(variable)
-    held = getattr(variable, "value", None)  # as it is: tracing changes it at the end, if at all
+    if not stored or not isinstance(variable, UserDefinedObjectVariable):
+        return False
+    held = variable.value  # as it is: tracing changes it at the end, if at all
     inside = getattr(variable, "is_base_vt_modified", None)
-    if not stored or held is None or (inside is not None and inside(effects)):
+    if inside is not None and inside(effects):
         return False
     for name, value in stored.items():
-        if not value.is_python_constant() or name not in getattr(held, "__dict__", {}):
+        then = getattr(held, "__dict__", {}).get(name, stored)  # no attribute: never a constant
+        if not isinstance(then, _CONSTANTS) or not isinstance(value, ConstantVariable):
             return False
-        now, then = value.as_python_constant(), held.__dict__[name]
+        now = value.as_python_constant()
         if type(now) is not type(then) or now != then:
             return False
     return True
+
+
+_CONSTANTS = (bool, int, float, str, bytes, type(None))
 
 
 def tracing_shape_env() -> Any:
