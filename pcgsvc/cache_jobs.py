@@ -87,7 +87,14 @@ def _explain(config: Config, store: Store, out: Console) -> None:
 def _hit_or_miss(request: Request, store: Store, folder: CompilerFolder) -> str:
     module, constants = request.bundle.module, request.constants
     try:
-        facts = program_facts(request.config, module, request.inputs, constants, request.device)
+        facts = program_facts(
+            request.config,
+            module,
+            request.inputs,
+            constants,
+            request.device,
+            request.bundle.facts,
+        )
     except NotCanonicalError as error:
         return f"miss: the program cannot be stored: {error}"
     artifacts = Artifacts(request.config, request.device, store, folder)

@@ -129,6 +129,13 @@ class ModelConfig:
     """Named set of dimensions of the family (llama: tiny, 160m, 1b, 8b)."""
     weights: str | None = None
     """Path of a `.gguf` or `.safetensors` checkpoint; None: random weights from `seed`."""
+    path: str | None = None
+    """With `model=hf`: a local directory with config.json and safetensors, or a `.gguf` file."""
+    config: str | None = None
+    """With `model=hf`: a shipped tiny config (`tiny-llama`, …) or the path of a config.json, for
+    random weights from `seed`."""
+    reference_check: bool = True
+    """With `model=hf`: compare with transformers' own forward once, when the model is made."""
     vocab_size: int | None = None
     """Rows of the embedding."""
     hidden_size: int | None = None

@@ -49,16 +49,20 @@ def program_facts(
     inputs: Sequence[InputSpec],
     constants: Mapping[str, Any],
     device: torch.device,
+    model_facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return everything that decides a program, without tracing it.
 
     What tracing reads beyond this (attributes, closures, globals, source files) is compared when
     a stored program is loaded; see `pcgsvc.reads`.
 
+    `model_facts`: what the model's family adds (`ModelBundle.facts`).
+
     Raises:
         NotCanonicalError: a constant argument has no form that can be written down.
     """
     facts = {
+        **(model_facts or {}),
         **config_facts(config),
         **environment_facts(config, device),
         "module": name_of(module),

@@ -134,6 +134,7 @@ class Stages:
                 request.inputs,
                 request.constants,
                 request.device,
+                request.bundle.facts,
             )
         except NotCanonicalError as error:
             self._uncacheable([f"constant arguments: {error}"])

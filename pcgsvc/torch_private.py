@@ -82,16 +82,44 @@ def dynamo_errors() -> tuple[type[Exception], ...]:
 
 
 def side_effects() -> list[str]:
-    """Return where the running trace changes Python state (inside a backend hook), by source."""
+    """Return where the running trace changes Python state (inside a backend hook), by source.
+
+    Attributes that end as they began, as a flag does that is set for a block, are no change.
+    """
     from torch._dynamo.source import TempLocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     effects = InstructionTranslator.current_tx().output.side_effects
     if not hasattr(effects, "_get_modified_vars"):
         return []  # results that go nowhere are still noticed by their sentinels
-    sources = [getattr(v, "source", None) for v in effects._get_modified_vars()]
+    changed = [v for v in effects._get_modified_vars() if not _put_back(effects, v)]
+    sources = [getattr(v, "source", None) for v in changed]
     # Objects that the forward made itself have a temporary source.
     return [str(s.name) for s in sources if s is not None and not isinstance(s, TempLocalSource)]
+
+
+def _put_back(effects: Any, variable: Any) -> bool:
+    """Whether all that a trace changed of an object are attributes that have their old values."""
+    from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
+
+    stored = effects.store_attr_mutations.get(variable)
+    if not stored or not isinstance(variable, UserDefinedObjectVariable):
+        return False
+    held = variable.value  # as it is: tracing changes it at the end, if at all
+    inside = getattr(variable, "is_base_vt_modified", None)
+    if inside is not None and inside(effects):
+        return False
+    for name, value in stored.items():
+        then = getattr(held, "__dict__", {}).get(name, stored)  # no attribute: never a constant
+        if not isinstance(then, _CONSTANTS) or not isinstance(value, ConstantVariable):
+            return False
+        now = value.as_python_constant()
+        if type(now) is not type(then) or now != then:
+            return False
+    return True
+
+
+_CONSTANTS = (bool, int, float, str, bytes, type(None))
 
 
 def tracing_shape_env() -> Any:

@@ -31,7 +31,15 @@ class Step:
         return sum(self.query_lens)
 
 
-def spec(heads: int, kv_heads: int, dim: int, *, layers: int = 1) -> AttentionSpec:
+def spec(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    layers: int = 1,
+    windows: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+) -> AttentionSpec:
     """Return a spec with a scale that is not the usual one, so that it is seen to be used."""
     return AttentionSpec(
         num_layers=layers,
@@ -40,6 +48,8 @@ def spec(heads: int, kv_heads: int, dim: int, *, layers: int = 1) -> AttentionSp
         head_dim=dim,
         scale=0.9 * dim**-0.5,
         max_position=1 << 16,
+        sliding_windows=None if windows is None else tuple(windows),
+        softcap=softcap,
     )
 
 

@@ -229,6 +229,10 @@ def test_every_family_builds_a_bundle_or_says_what_is_missing(
             with pytest.raises(ConfigError, match=r"Run scripts/fetch-smollm2"):
                 validate_model(config)
             continue
+        if name == "hf":
+            with pytest.raises(ConfigError, match=r"model\.config: neither is set.*tiny-qwen3"):
+                validate_model(config)
+            continue
         validate_model(config)
         bundle = build_model(config, device=CPU, dtype=torch.float32)
         assert bundle.make_inputs(3, torch.Generator()).keys() == bundle.dynamic_dims.keys()

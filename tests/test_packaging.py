@@ -50,7 +50,9 @@ def test_wheel_holds_every_module_and_every_settings_file_and_nothing_else(wheel
     modules = _tree("pcgsvc", "*.py", "pcgsvc")
     settings = _tree("conf", "*.yaml", "pcgsvc/conf") | {"pcgsvc/conf/__init__.py"}
     assert "pcgsvc/conf/config.yaml" in settings
-    assert _names(wheel) == modules | settings | {"pcgsvc/py.typed"}
+    configs = _tree("pcgsvc", "models/hf/configs/*.json", "pcgsvc")
+    assert "pcgsvc/models/hf/configs/tiny-qwen3.json" in configs
+    assert _names(wheel) == modules | settings | configs | {"pcgsvc/py.typed"}
 
 
 def test_unpacked_wheel_finds_its_settings_without_the_checkout(

@@ -479,6 +479,35 @@ def test_side_effects_names_what_a_trace_changes() -> None:
     assert found[1] == []
 
 
+class Flag:
+    def __init__(self) -> None:
+        self.on: bool | int = False
+
+
+FLAG = Flag()
+
+
+@pytest.mark.parametrize(("end", "changed"), [(False, False), (True, True), (0, True)])
+def test_side_effects_leaves_out_what_is_put_back(end: bool | int, changed: bool) -> None:
+    found: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append(private.side_effects())
+        return graph.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        FLAG.on = True
+        y = x * 2 if FLAG.on else x
+        FLAG.on = end
+        return y
+
+    try:
+        private.dynamo_trace(forward, [torch.ones(2)], backend, lambda guards: None)
+    finally:
+        FLAG.on = False
+    assert bool(found[0]) == changed
+
+
 def test_op_functions_are_the_python_kernels_and_the_fake_of_an_op() -> None:
     @torch.library.custom_op("privatetest::double", mutates_args=())
     def double(x: torch.Tensor) -> torch.Tensor:

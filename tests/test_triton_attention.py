@@ -149,11 +149,7 @@ def test_missing_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"dtype": torch.float64}, "float32, float16 or bfloat16"),
         ({"heads": (4, 2, 257)}, "head_dim 257; 1 to 256"),
-        ({"heads": (3, 2, 16)}, "3 query heads over 2 KV heads"),
         ({"heads": (256, 1, 16)}, "at most 128 query heads per KV head"),
-        ({"sliding_window": [4]}, "for each of 2 layers"),
-        ({"sliding_window": [4, 0]}, "at least 1 key"),
-        ({"softcap": 0.0}, "a positive number"),
     ],
 )
 def test_what_the_kernels_lack_is_refused(options: dict[str, Any], message: str) -> None:

@@ -46,11 +46,13 @@ def backend(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     layers: int = 1,
+    windows: list[int | None] | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> TritonAttention:
     options.setdefault("share_in_step", False)  # the fused cache write where it is used
     return TritonAttention(
-        spec(heads, kv_heads, dim, layers=layers),
+        spec(heads, kv_heads, dim, layers=layers, windows=windows, softcap=softcap),
         num_blocks=40,
         block_size=block_size,
         device=CPU,
@@ -154,7 +156,7 @@ def test_splits_leave_the_scratch_ready_for_the_next_step() -> None:
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 21])
 def test_window_and_softcap(window: int | None, softcap: float | None, tuning: Tuning) -> None:
-    attention = backend(sliding_window=[window], softcap=softcap, tuning=tuning)
+    attention = backend(windows=[window], softcap=softcap, tuning=tuning)
     step = make_step(attention, *MIXED, rows=20)
     check(attention, step, window=window, softcap=softcap)
     step = make_step(attention, *DECODE, rows=6, uniform_query_len=1)
@@ -170,7 +172,7 @@ def test_softcap_stays_finite_for_huge_scores() -> None:
 
 
 def test_windows_are_per_layer() -> None:
-    attention = backend(layers=2, sliding_window=[3, None])
+    attention = backend(layers=2, windows=[3, None])
     step = make_step(attention, *MIXED)
     windowed, whole = check(attention, step, 0, window=3), check(attention, step, 1)
     assert error(windowed, whole) > 1e-2
@@ -195,7 +197,7 @@ def test_any_mix_finds_its_tiles(seed: int) -> None:
         heads,
         kv_heads,
         tuning=rng.choice([Tuning(), SPLIT, LARGE]),
-        sliding_window=[rng.choice([None, 9])],
+        windows=[rng.choice([None, 9])],
     )
     step = make_step(
         attention,
@@ -205,7 +207,7 @@ def test_any_mix_finds_its_tiles(seed: int) -> None:
         max_reqs=len(query_lens) + rng.choice([0, 1, 30]),
         seed=seed,
     )
-    check(attention, step, window=attention._windows[0] or None)
+    check(attention, step, window=attention.spec.window(0))
 
 
 def test_a_step_of_nothing_but_padding_writes_zeros_only() -> None:

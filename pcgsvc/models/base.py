@@ -46,5 +46,7 @@ class ModelBundle:
     tokenizer: Tokenizer | None = None
     is_language_model: bool = False
     """Takes (input_ids [T], positions [T]) and returns logits [T, vocab]."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What decides the forward besides its code and tensors, in JSON types, for its key."""
     source_files: list[str] = field(default_factory=list)
     """Files whose text decides what the forward computes, besides those that tracing reads."""

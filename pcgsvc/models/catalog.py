@@ -18,6 +18,7 @@ from pcgsvc.errors import ConfigError, near
 from pcgsvc.models import smollm2, two_regions
 from pcgsvc.models.base import ModelBundle, Tokenizer
 from pcgsvc.models.checkpoint import Checkpoint, check_explicit, load_weights, open_checkpoint
+from pcgsvc.models.hf import family as hf
 from pcgsvc.models.llama import Llama, initialize
 from pcgsvc.models.llama_dims import LlamaDims, preset_dims
 from pcgsvc.models.tokenizer import GgufTokenizer, unsupported
@@ -40,10 +41,11 @@ class Family:
 
 def families() -> dict[str, Family]:
     """Return the model families by the name that `model=` takes."""
-    every = frozenset(f.name for f in fields(ModelConfig)) - {"name"}
+    every = frozenset(f.name for f in fields(ModelConfig)) - {"name"} - hf.SETTINGS
     return {
         "llama": Family(every, _open_llama, _build_llama),
         "smollm2": Family(every, _open_smollm2, _build_smollm2),
+        "hf": Family(hf.SETTINGS, hf.validate, hf.build),
         "two_regions": Family(frozenset({"hidden_size"}), two_regions.validate, two_regions.build),
     }
 

@@ -10,6 +10,7 @@ N = blocks in the cache, S = tokens per block.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,7 +27,14 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What a model's attention layers need; the same for all its layers."""
+    """What a model's attention layers need; the same for all its layers but the window.
+
+    Scores are q·k · scale, then capped, then masked: a row at position p sees the keys at
+    p - window + 1 to p, and without a window those at 0 to p.
+
+    Raises:
+        ConfigError: heads, windows or a softcap that no backend could serve.
+    """
 
     num_layers: int
     num_heads: int
@@ -36,6 +44,41 @@ class AttentionSpec:
     """Factor on q·k."""
     max_position: int
     """Longest sequence that the model's positions cover, in tokens."""
+    sliding_windows: tuple[int | None, ...] | None = None
+    """Per layer, how many keys a row sees at most, itself included (None: all); None: no windows.
+    The KV cache keeps all keys of a request all the same."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap) in all layers; None: they stay."""
+
+    def __post_init__(self) -> None:
+        """Check what does not depend on a backend."""
+        windows = self.sliding_windows
+        problems = [
+            (
+                self.num_heads % self.num_kv_heads != 0,
+                f"{self.num_heads} query heads over {self.num_kv_heads} KV heads; a whole number "
+                "of query heads per KV head is needed",
+            ),
+            (
+                windows is not None
+                and (
+                    len(windows) != self.num_layers or any(w is not None and w < 1 for w in windows)
+                ),
+                f"sliding windows {windows}; for each of {self.num_layers} layers None or at least "
+                "1 key is needed",
+            ),
+            (
+                self.softcap is not None and not 0 < self.softcap < math.inf,
+                f"softcap {self.softcap}; None or a positive number is needed",
+            ),
+        ]
+        for wrong, message in problems:
+            if wrong:
+                raise ConfigError(f"model: its attention has {message}.")
+
+    def window(self, layer: int) -> int | None:
+        """Return how many keys a row of `layer` sees at most, itself included; None: all."""
+        return None if self.sliding_windows is None else self.sliding_windows[layer]
 
 
 class AttentionBackend(abc.ABC):

@@ -61,6 +61,7 @@ class PagedAttention(AttentionBackend):
         q = q.float().view(rows, spec.num_kv_heads, groups, spec.head_dim) * spec.scale
         top = q.new_full(q.shape[:3], float("-inf"))
         total, mixed = torch.zeros_like(top), torch.zeros_like(q)
+        window = spec.window(layer)
         per_block = rows * self.block_size * spec.num_kv_heads * spec.head_dim
         step = max(1, _CHUNK_ELEMENTS // per_block)
         for first in range(0, blocks, step):
@@ -68,9 +69,13 @@ class PagedAttention(AttentionBackend):
             keys, values = chunk.flatten(2, 3).float()  # [T, L, K, D] each
             where = torch.arange(keys.shape[1], device=q.device) + first * self.block_size
             live = where < kv_lens[:, None]  # [T, L]
+            if window is not None:
+                live = live & (where >= kv_lens[:, None] - window)
             # Dead slots may hold anything, NaN included, and 0 * NaN is NaN.
             values = values.masked_fill(~live[:, :, None, None], 0)
             scores = torch.einsum("tkgd,tlkd->tkgl", q, keys)
+            if spec.softcap is not None:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
             scores = scores.masked_fill(~live[:, None, None, :], float("-inf"))
             higher = torch.maximum(top, scores.amax(-1))
             safe = higher.masked_fill(higher == float("-inf"), 0)

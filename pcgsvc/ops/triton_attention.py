@@ -13,7 +13,7 @@ tile to finish, not by a second launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -64,39 +64,34 @@ class TritonAttention(AttentionBackend):
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
-        sliding_window: Sequence[int | None] | None = None,
-        softcap: float | None = None,
         share_in_step: bool = True,
         tuning: Tuning | None = None,
     ) -> None:
         """Check that the kernels serve `spec` on `device`; allocate the cache and the scratch.
 
         Args:
-            spec: heads and scale.
+            spec: heads, scale, windows and softcap.
             num_blocks: blocks of the cache, the null block included.
             block_size: tokens per block.
             device: a CUDA device; the CPU under Triton's interpreter, for tests.
             dtype: of q, k, v, output and cache: float32 (exact), float16 or bfloat16.
-            sliding_window: per layer, how many keys a row sees at most, itself included; None: all.
-            softcap: scores s become softcap * tanh(s / softcap) in all layers; None: they stay.
             share_in_step: whether a request may read KV that another request writes in the same
                 step (prefix caching inside one step); costs one more launch per layer, not in
                 single-token decode, where no request can.
             tuning: speed only.
 
         Raises:
-            ConfigError: no triton, no GPU, or heads, a dtype or options that the kernels lack.
+            ConfigError: no triton, no GPU, or heads or a dtype that the kernels lack.
         """
-        windows = _check(spec, dtype, sliding_window, softcap)
+        _check(spec, dtype)
         device = torch.device(device)
         self._kernels, self._interpreted = _load_kernels(device)
         super().__init__(
             spec, num_blocks=num_blocks, block_size=block_size, device=device, dtype=dtype
         )
-        self.softcap = softcap
         self.share_in_step = share_in_step
         self.tuning = tuning or Tuning()
-        self._windows = windows
+        self._windows = [spec.window(layer) or 0 for layer in range(spec.num_layers)]
         self._dtype = dtype
         self._device_index = self.kv_cache[0].device.index  # None: the CPU
         self._shape = _shape(spec, dtype, self._device_index)
@@ -273,7 +268,7 @@ class TritonAttention(AttentionBackend):
             num_reqs,
             q.shape[0],
             float(spec.scale),
-            float(self.softcap or 0),
+            float(spec.softcap or 0),
             self._windows[layer],
             spec.num_kv_heads,
             shape.group,
@@ -338,15 +333,9 @@ def _shape(spec: AttentionSpec, dtype: torch.dtype, device_index: int | None) ->
     )
 
 
-def _check(
-    spec: AttentionSpec,
-    dtype: torch.dtype,
-    sliding_window: Sequence[int | None] | None,
-    softcap: float | None,
-) -> list[int]:
-    """Return the window of each layer, 0 for none; ConfigError for what the kernels lack."""
-    group, rest = divmod(spec.num_heads, spec.num_kv_heads)
-    windows = list(sliding_window) if sliding_window is not None else [None] * spec.num_layers
+def _check(spec: AttentionSpec, dtype: torch.dtype) -> None:
+    """Raise ConfigError for what the kernels lack."""
+    group = spec.num_heads // spec.num_kv_heads
     problems = [
         (
             dtype not in (torch.float32, torch.float16, torch.bfloat16),
@@ -357,24 +346,14 @@ def _check(
             f"head_dim {spec.head_dim}; 1 to {MAX_HEAD_DIM} is needed",
         ),
         (
-            rest != 0 or group > MAX_GROUP,
-            f"{spec.num_heads} query heads over {spec.num_kv_heads} KV heads; a whole number of at "
-            f"most {MAX_GROUP} query heads per KV head is needed",
-        ),
-        (
-            len(windows) != spec.num_layers or any(w is not None and w < 1 for w in windows),
-            f"sliding_window {windows}; for each of {spec.num_layers} layers None or at least 1 "
-            "key is needed",
-        ),
-        (
-            softcap is not None and softcap <= 0,
-            f"softcap {softcap}; None or a positive number is needed",
+            group > MAX_GROUP,
+            f"{spec.num_heads} query heads over {spec.num_kv_heads} KV heads; at most "
+            f"{MAX_GROUP} query heads per KV head are needed",
         ),
     ]
     for wrong, message in problems:
         if wrong:
             raise ConfigError(f"attention=triton: got {message}, or use attention=paged.")
-    return [window or 0 for window in windows]
 
 
 def _load_kernels(device: torch.device) -> tuple[ModuleType, bool]:

@@ -40,15 +40,24 @@ class VarlenAttention(AttentionBackend):
             blocks = context.block_tables[request, : -(-seq_len // self.block_size)].long()
             past = self.kv_cache[layer][:, blocks].flatten(1, 2)[:, :seq_len]  # [2, seq, K, D]
             rows = slice(first, first + query_len)
-            output[rows] = self._attend(q[rows], past[0], past[1])
+            output[rows] = self._attend(q[rows], past[0], past[1], layer)
             first += query_len
         output[num_tokens:].zero_()
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+    ) -> torch.Tensor:
         """Causal attention of the last rows of one sequence: q [Q, H, D], k and v [L, K, D]."""
-        groups = self.spec.num_heads // self.spec.num_kv_heads
+        spec, window = self.spec, self.spec.window(layer)
+        groups = spec.num_heads // spec.num_kv_heads
         k, v = (t.repeat_interleave(groups, 1).float() for t in (k, v))
-        scores = torch.einsum("qhd,lhd->hql", q.float(), k) * self.spec.scale
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
-        scores.masked_fill_(hidden.triu(k.shape[0] - q.shape[0] + 1), float("-inf"))
+        scores = torch.einsum("qhd,lhd->hql", q.float(), k) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        past = k.shape[0] - q.shape[0]
+        every = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)  # [Q, L]
+        hidden = every.triu(past + 1)
+        if window is not None:
+            hidden |= every.tril(past - window)
+        scores.masked_fill_(hidden, float("-inf"))
         return torch.einsum("hql,lhd->qhd", scores.softmax(-1), v).to(q.dtype)

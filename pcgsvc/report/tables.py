@@ -97,8 +97,9 @@ def _headline(out: Console, report: dict[str, Any]) -> None:
 
 def _which(model: dict[str, Any]) -> str:
     """Return which of a family's models it is."""
-    if model["weights"] is not None:
-        return escape(Path(model["weights"]).name)
+    named = model["weights"] or model["path"] or model["config"]
+    if named is not None:
+        return escape(Path(named).name)
     return str(model["preset"]) if model["name"] == "llama" else ""
 
 

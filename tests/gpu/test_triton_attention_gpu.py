@@ -60,10 +60,14 @@ def backend(
     layers: int = 1,
     num_blocks: int = 900,
     block_size: int = 16,
+    window: int | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> TritonAttention:
     options.setdefault("share_in_step", False)  # the fused cache write where it is used
-    shape: AttentionSpec = cases.spec(heads, kv_heads, dim, layers=layers)
+    shape: AttentionSpec = cases.spec(
+        heads, kv_heads, dim, layers=layers, windows=[window] * layers, softcap=softcap
+    )
     return TritonAttention(
         shape,
         num_blocks=num_blocks,
@@ -129,7 +133,7 @@ def test_block_sizes(block_size: int) -> None:
 @pytest.mark.parametrize("window", [None, 1, 100, 512])
 @pytest.mark.parametrize("softcap", [None, 0.5])
 def test_window_and_softcap(window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
-    attention = backend(8, 2, 64, sliding_window=[window], softcap=softcap, dtype=dtype)
+    attention = backend(8, 2, 64, window=window, softcap=softcap, dtype=dtype)
     options = {"window": window, "softcap": softcap}
     check(attention, cases.make_step(attention, *BATCHES["mixed"]), **options)
     decode = cases.make_step(attention, *BATCHES["decode"], uniform_query_len=1)

@@ -1,0 +1,1 @@
+"""`model=hf`: any Hugging Face causal language model whose attention we can run."""

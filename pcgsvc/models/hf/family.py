@@ -1,0 +1,86 @@
+"""`model=hf`: from the settings to a `ModelBundle`.
+
+In: a `Config`. Out: a bundle whose attention is `pcgsvc::attention`. The steps: the config alone is
+judged (`source`), one forward is watched on the meta device (`probe`), weights are made or loaded
+(`weights`), and the result is compared with transformers' own forward (`reference`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.config import Config
+from pcgsvc.models.base import ModelBundle
+from pcgsvc.models.hf import attention, probe, reference, weights
+from pcgsvc.models.hf.source import Source, open_source
+from pcgsvc.models.hf.tokenizer import has_tokenizer, load_tokenizer
+from pcgsvc.ops.attention import AttentionSpec
+from pcgsvc.ops.backends import find_backend
+
+logger = logging.getLogger(__name__)
+
+SETTINGS = frozenset({"path", "config", "reference_check"})
+"""The `model.*` settings that it reads."""
+
+
+def validate(config: Config) -> None:
+    """Check everything that needs no weights: the config, and what the model asks of attention."""
+    source = open_source(config.model)
+    probe.spec_of_source(source)
+    if config.prompt is not None and not has_tokenizer(source):
+        raise source.refuse(
+            "prompt is set, but there is no tokenizer beside it; leave the prompt out, or name a "
+            "checkpoint with one as model.path."
+        )
+
+
+def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
+    """Return the model with its tokenizer, compared with transformers unless that is off."""
+    source = open_source(config.model)
+    with torch_private.real_tensors():  # it watches a forward on the meta device
+        known = probe.spec_of_source(source)
+    attention.register()
+    model = weights.build(
+        source, attention.IMPLEMENTATION, device=device, dtype=dtype, seed=config.seed
+    )
+    spec = known if known is not None else probe.spec_of_model(source, model)
+    vocab = source.config.get_text_config(decoder=True).vocab_size
+    expected = (
+        reference.take(model, spec, vocab, config.seed)
+        if config.model.reference_check and not torch_private.shapes_only()
+        else None
+    )
+    weights.freeze_frequencies(model)
+    module = attention.HfCausalLM(model)
+    if expected is not None:
+        kind = find_backend(config.attention.name)
+        error = reference.check(source, expected, module, spec, kind, dtype=dtype)
+        logger.info("logits equal transformers' own within %.2g", error)
+    return _bundle(source, module, spec, vocab, device)
+
+
+def _bundle(
+    source: Source,
+    module: attention.HfCausalLM,
+    spec: AttentionSpec,
+    vocab_size: int,
+    device: torch.device,
+) -> ModelBundle:
+    def make_inputs(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Random tokens at the positions 0, 1, …, again from 0 past the last one."""
+        ids = torch.randint(vocab_size, (rows,), generator=generator, device=generator.device)
+        positions = torch.arange(rows, device=device) % spec.max_position
+        return {"input_ids": ids.to(device), "positions": positions}
+
+    return ModelBundle(
+        module=module,
+        make_inputs=make_inputs,
+        dynamic_dims={"input_ids": 0, "positions": 0},
+        attention=spec,
+        tokenizer=load_tokenizer(source),
+        is_language_model=True,
+        facts=source.facts(),
+    )

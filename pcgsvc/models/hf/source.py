@@ -1,0 +1,248 @@
+"""Which model `model=hf` names: its transformers config, and where its weights lie.
+
+In: `model.path` or `model.config`. Out: a `Source`, or a `ConfigError` for what can be judged by
+the config alone. Builds no model.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pcgsvc.config import ModelConfig
+from pcgsvc.errors import ConfigError, near
+from pcgsvc.models.extras import require
+
+_SHIPPED = Path(__file__).with_name("configs")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_NO_FACT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One model of transformers, not built yet."""
+
+    setting: str
+    """`model.path` or `model.config`, for messages."""
+    label: str
+    """What the setting says."""
+    config: Any
+    """`transformers.PreTrainedConfig` of a causal language model; not to be changed."""
+    path: Path | None = None
+    """Directory or GGUF file with the weights; None: random weights."""
+
+    @property
+    def gguf(self) -> str | None:
+        """Name of the GGUF file, or None."""
+        return self.path.name if self.path is not None and self.path.suffix == ".gguf" else None
+
+    @property
+    def folder(self) -> Path | None:
+        """Directory that transformers loads from."""
+        return self.path.parent if self.gguf is not None and self.path is not None else self.path
+
+    def refuse(self, reason: str) -> ConfigError:
+        """Return the error that this model cannot be run, and why."""
+        kind = getattr(self.config, "model_type", "?")
+        return ConfigError(f"{self.setting}: '{self.label}' ({kind}) cannot be run: {reason}")
+
+    def max_position(self) -> int:
+        """Return the longest sequence that positions cover as they are traced, in tokens.
+
+        Scaled rotary embeddings that look at the longest sequence of a step are served up to where
+        their scaling would set in: beyond it, a request's result would depend on its neighbours.
+        """
+        text = self.config.get_text_config(decoder=True)
+        longest = getattr(text, "max_position_embeddings", None)
+        if not isinstance(longest, int) or longest < 1:
+            raise self.refuse("its config states no max_position_embeddings.")
+        lengths = [
+            rope.get("original_max_position_embeddings", longest)
+            for rope in ropes(text)
+            if looks_at_length(str(rope.get("rope_type")))
+        ]
+        return min([longest, *(int(length) for length in lengths)])
+
+    def facts(self) -> dict[str, Any]:
+        """Return what decides the program besides code and tensors, for its key."""
+        config = json.loads(self.config.to_json_string(use_diff=False))
+        return {
+            "transformers": require("transformers", "hf").__version__,
+            "model.transformers_config": {k: v for k, v in config.items() if k not in _NO_FACT},
+        }
+
+
+def shipped() -> list[str]:
+    """Return the names of the configs that come with pcgsvc."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.json"))
+
+
+def looks_at_length(rope_type: str) -> bool:
+    """Whether a rotary scaling's frequencies depend on the longest sequence of the step."""
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+def ropes(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rotary parameters of a config: one dict, or one per kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        yield rope
+    else:
+        yield from (r for r in rope.values() if isinstance(r, dict))
+
+
+def open_source(model: ModelConfig) -> Source:
+    """Read the config that `model.path` or `model.config` names, and refuse what it rules out.
+
+    Raises:
+        ConfigError: naming the setting, what was got, and what to do.
+    """
+    if (model.path is None) == (model.config is None):
+        got = "neither is set" if model.path is None else "both are set"
+        raise ConfigError(
+            f"model.path, model.config: {got}; model=hf needs one of them: a directory or a .gguf "
+            f"file with weights, or a config for random ones ({', '.join(shipped())}, or the path "
+            "of a config.json)."
+        )
+    version = require("transformers", "hf").__version__
+    if not version.startswith("5."):
+        raise ConfigError(
+            f"model: got 'hf' with transformers {version}; 5.x is needed. Run: "
+            "pip install 'pcgsvc[hf]'"
+        )
+    source = _of_path(model.path) if model.path is not None else _of_config(str(model.config))
+    _refuse_by_config(source)
+    return source
+
+
+def _of_path(given: str) -> Source:
+    path = Path(given).expanduser().absolute()
+    if not path.exists():
+        raise ConfigError(
+            f"model.path: '{given}' does not exist; a local directory with config.json and "
+            "safetensors is needed, or a .gguf file. Nothing is fetched."
+        )
+    gguf = path.suffix == ".gguf" and path.is_file()
+    if not gguf and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: '{given}' is neither a .gguf file nor a directory with a config.json."
+        )
+    if gguf:
+        for package in ("gguf", "accelerate"):  # accelerate: transformers loads no GGUF without it
+            require(package, "hf")
+    elif not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path: '{given}' holds no .safetensors file; other formats can run code when "
+            "they are read and are not."
+        )
+    try:
+        if gguf:
+            found = _gguf_config(path, path.stat().st_mtime_ns)
+        else:
+            _read_json("model.path", path / "config.json")
+            transformers = require("transformers", "hf")
+            found = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model.path: '{given}' cannot be read: {_first(error)}") from error
+    return Source("model.path", given, found, path)
+
+
+@functools.lru_cache(maxsize=2)
+def _gguf_config(path: Path, mtime_ns: int) -> Any:
+    """Return a GGUF file's config; kept, since transformers reads the whole vocabulary for it."""
+    transformers = require("transformers", "hf")
+    return transformers.AutoConfig.from_pretrained(
+        path.parent, gguf_file=path.name, local_files_only=True
+    )
+
+
+def _of_config(given: str) -> Source:
+    path = _SHIPPED / f"{given}.json"
+    if given not in shipped():
+        path = Path(given).expanduser().absolute()
+        if not path.is_file():
+            names = shipped()
+            raise ConfigError(
+                f"model.config: got {given!r}{near(given, names)} Choices: {', '.join(names)}, or "
+                "the path of a config.json."
+            )
+    values = _read_json("model.config", path)
+    kind = values.pop("model_type", None)
+    transformers = require("transformers", "hf")
+    if not isinstance(kind, str):
+        raise ConfigError(f"model.config: '{given}' states no model_type.")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.config: '{given}' is of the type {kind!r}, which transformers "
+            f"{transformers.__version__} does not have{near(kind, transformers.CONFIG_MAPPING)}"
+        )
+    try:
+        found = transformers.AutoConfig.for_model(kind, **values)
+    except Exception as error:
+        raise ConfigError(
+            f"model.config: '{given}' is no config of {kind!r}: {_first(error)}"
+        ) from error
+    return Source("model.config", given, found)
+
+
+def _read_json(setting: str, path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: '{path}' cannot be read: {_first(error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{setting}: '{path}' is no JSON object.")
+    if "auto_map" in values:
+        raise ConfigError(
+            f"{setting}: '{path}' asks for code of its own (auto_map), which is not run. Use "
+            "pcgsvc.build_runner with a module that you have imported yourself."
+        )
+    return values
+
+
+def _first(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def _refuse_by_config(source: Source) -> None:
+    """Refuse, by name, what the config rules out."""
+    config, transformers = source.config, require("transformers", "hf")
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or []
+    strange = sorted({str(kind) for kind in kinds} - set(_LAYER_TYPES))
+    for wrong, reason in (
+        (
+            getattr(config, "is_encoder_decoder", False),
+            "it is an encoder with a decoder, and cross attention is not supported.",
+        ),
+        (
+            type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+            "transformers has no causal language model of this type.",
+        ),
+        (
+            bool(strange),
+            f"it has layers of the kind {', '.join(strange)}; those supported are "
+            f"{' and '.join(_LAYER_TYPES)}.",
+        ),
+        (
+            bool(getattr(text, "alibi", False) or getattr(text, "use_alibi", False)),
+            "its attention has an ALiBi bias, which is not supported.",
+        ),
+        (
+            getattr(text, "add_cross_attention", False),
+            "it has cross attention, which is not supported.",
+        ),
+        (
+            getattr(config, "quantization_config", None) is not None,
+            "its weights are quantised; use an unquantised checkpoint, or a .gguf file, which is "
+            "dequantised as it is loaded.",
+        ),
+    ):
+        if wrong:
+            raise source.refuse(reason)
+    source.max_position()

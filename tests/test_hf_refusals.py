@@ -1,0 +1,213 @@
+"""`model=hf`: what cannot be run is refused by name before it is built, or caught when it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from hf_helpers import (
+    bundle_of,
+    shipped_config,
+    toy_config,
+    write_config,
+)
+
+import pcgsvc
+from pcgsvc.app import main
+from pcgsvc.config import Config, ModelConfig
+from pcgsvc.errors import CaptureError, ConfigError, TraceError, VerifyError
+from pcgsvc.models.catalog import validate_model
+
+pytestmark = pytest.mark.slow
+
+
+def validate(**model: Any) -> None:
+    validate_model(Config(model=ModelConfig(name="hf", **model)))
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt_oss": (
+        {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+        "GptOssAttention of layer 0 asks for attention sinks",
+    ),
+    "llama4_text": (
+        {"head_dim": 8, "num_local_experts": 2},
+        "layers of the kind chunked_attention",
+    ),
+    "mamba": ({}, "layers of the kind linear_attention"),
+    "qwen3_next": ({"num_experts": 2}, "layers of the kind linear_attention"),
+    "bart": ({}, "encoder with a decoder, and cross attention"),
+    "bert": ({"is_decoder": True, "add_cross_attention": True}, "it has cross attention"),
+    "falcon": ({"alibi": True}, "ALiBi"),
+    "gpt_neo": (
+        {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
+        "attention functions of its own",
+    ),
+    "bloom": (
+        {"n_layer": 2, "n_head": 2, "max_position_embeddings": None},
+        "states no max_position_embeddings",
+    ),
+    "gemma4_text": ({"head_dim": 8}, "attention layers differ in head_dim"),
+    "diffllama": ({}, "layers that attend twice"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_families_that_need_more_than_we_have_are_refused_by_name(
+    kind: str, tmp_path: Path
+) -> None:
+    changes, message = REFUSED[kind]
+    path = write_config(tmp_path, {"model_type": kind, **SMALL, **changes})
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(config=str(path))
+    assert f"({kind}) cannot be run" in str(caught.value)
+
+
+TOY: dict[str, str] = {
+    "sinks": "asks for attention sinks",
+    "unknown": "'temperature_of_the_day', which pcgsvc does not know",
+    "bias": "a mask that is not as transformers' mask functions made it",
+    "prefix": "neither causal nor a sliding window",
+    "bidirectional": "is not causal",
+    "scales": r"differ in scale \(0\.1, 0\.2\)",
+    "no_attention": "never calls transformers' attention interface",
+}
+
+
+@pytest.mark.parametrize("fault", TOY)
+def test_whatever_a_model_asks_of_attention_is_seen_without_weights(
+    fault: str, tmp_path: Path
+) -> None:
+    path = toy_config(tmp_path, fault)
+    with pytest.raises(ConfigError, match=TOY[fault]):
+        validate(config=str(path))
+
+
+def test_the_toy_without_faults_and_with_narrow_values_runs(tmp_path: Path) -> None:
+    assert bundle_of(toy_config(tmp_path, "none")).attention is not None
+    assert bundle_of(toy_config(tmp_path, "latent")).attention is not None
+
+
+@pytest.mark.parametrize("fault", ["positions", "rows"])
+def test_faults_outside_attention_are_caught_by_comparing_with_transformers(
+    fault: str, tmp_path: Path
+) -> None:
+    path = toy_config(tmp_path, fault)
+    validate(config=str(path))
+    with pytest.raises(VerifyError, match=r"model\.config: .*logits differ by .*reference_check"):
+        bundle_of(path)
+    bundle_of(path, reference_check=False)
+
+
+def test_a_forward_that_branches_on_data_is_refused_with_its_line_and_the_ways_out(
+    tmp_path: Path,
+) -> None:
+    path = toy_config(tmp_path, "branch")  # on the meta device it cannot be watched: later, then
+    words = ["model=hf", f"model.config={path}", "compiler=eager", "capture.sizes=[4]"]
+    with pytest.raises(TraceError) as caught:
+        pcgsvc.load_runner(words)
+    message = str(caught.value)
+    assert "hf_helpers.py:" in message
+    assert "in forward" in message
+    assert "ata-dependent" in message
+    assert "splitting_op" in message
+    assert "partition.strategy=breakable" in message
+    with pytest.raises(CaptureError, match=r"aptur"):
+        pcgsvc.load_runner([*words, "partition.strategy=breakable"])
+
+
+def test_a_refusal_is_exit_code_2_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    path = toy_config(tmp_path, "sinks")
+    assert main(["model=hf", f"model.config={path}", f"hydra.run.dir={out}"]) == 2
+    assert "attention sinks" in capsys.readouterr().err
+    assert not out.exists()
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({}, r"neither is set.*tiny-qwen3"),
+        ({"path": "/nowhere", "config": "tiny-llama"}, "both are set"),
+        ({"config": "tiny-lama"}, r"got 'tiny-lama'; did you mean 'tiny-llama'\? Choices: tiny-"),
+        ({"path": "/nowhere"}, r"^model\.path: '/nowhere' does not exist.*Nothing is fetched"),
+        ({"path": "/nowhere.gguf"}, r"does not exist"),
+        ({"config": "tiny-llama", "hidden_size": 8}, r"model\.hidden_size.*does not read it"),
+    ],
+)
+def test_wrong_settings_say_what_there_is(model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(**model)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"config_0\.json' cannot be read: JSONDecodeError"),
+        ("[]", "is no JSON object"),
+        ("{}", "states no model_type"),
+        ('{"model_type": "qwen33"}', r"'qwen33', which transformers 5.* did you mean 'qwen3"),
+        ('{"model_type": "llama", "auto_map": {}}', "asks for code of its own"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "is no config of 'llama'"),
+        ('{"model_type": "vit"}', "states no max_position|no causal language model"),
+        (
+            json.dumps({**shipped_config("tiny-llama"), "quantization_config": {"bits": 4}}),
+            "its weights are quantised",
+        ),
+    ],
+)
+def test_broken_configs_say_what_is_wrong(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config_0.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        validate(config=str(path))
+
+
+def test_a_directory_without_a_config_or_with_pickles_only_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither a \.gguf file nor a directory"):
+        validate(path=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(shipped_config("tiny-llama")))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"holds no \.safetensors file"):
+        validate(path=str(tmp_path))
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"not a model")
+    with pytest.raises(ConfigError, match=r"model\.path: '.*m\.gguf' cannot be read"):
+        validate(path=str(path))
+
+
+def test_a_prompt_needs_a_tokenizer_beside_the_model() -> None:
+    model = ModelConfig(name="hf", config="tiny-llama")
+    with pytest.raises(ConfigError, match="prompt is set, but there is no tokenizer"):
+        validate_model(Config(model=model, prompt="hello"))
+
+
+def test_another_major_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.57.1")  # it replaces itself in sys.modules
+    with pytest.raises(ConfigError, match=r"transformers 4\.57\.1; 5\.x is needed"):
+        validate(config="tiny-llama")
