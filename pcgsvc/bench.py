@@ -28,15 +28,20 @@ def bench_entries(
     samples: Samples,
     *,
     repeats: int,
+    lockstep: bool = False,
     on_entry: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Time every captured entry and the module on the same inputs.
+
+    `lockstep`: take as many repeats as asked for, however long they take, since the boundaries
+    wait for other processes that must call them as often.
 
     Returns:
         Per entry: host_us (enqueue), step_us, plain_us (the module), region_us and boundary_us
         (only such steps of it), and a verdict on what bounds it.
     """
     parts, rows = runner.parts, []
+    limit_s = float("inf") if lockstep else _MAX_SECONDS
     with runner.lock, torch.no_grad():
         for (mode, descriptor), entry in parts.table.entries.items():
             size = descriptor.num_tokens
@@ -45,22 +50,24 @@ def bench_entries(
                 parts.workspace.load(samples.inputs(size), size, size)
                 query_len = parts.config.capture.uniform_query_len if descriptor.uniform else None
                 with use_context(parts.workspace.context(batch, size, query_len)):
-                    row = _time_entry(runner, entry, size, repeats)
+                    row = _time_entry(runner, entry, size, repeats, limit_s)
             rows.append({"mode": mode.value, "size": size, **row})
             on_entry()
     return rows
 
 
-def _time_entry(runner: Runner, entry: Entry, size: int, repeats: int) -> dict[str, Any]:
+def _time_entry(
+    runner: Runner, entry: Entry, size: int, repeats: int, limit_s: float
+) -> dict[str, Any]:
     views = runner.parts.workspace.views(size)
     sync = _synchronise if runner.parts.workspace.stream is not None else _nothing
     pairs = list(zip(entry.steps, entry.is_region, strict=True))
     regions = [s for s, is_region in pairs if is_region]
     boundaries = [s for s, is_region in pairs if not is_region]
-    host, step = time_calls(entry.steps, sync, repeats)
-    _, region = time_calls(regions, sync, repeats)
-    _, boundary = time_calls(boundaries, sync, repeats)
-    _, plain = time_calls([lambda: runner.run_module(views)], sync, repeats)
+    host, step = time_calls(entry.steps, sync, repeats, limit_s)
+    _, region = time_calls(regions, sync, repeats, limit_s)
+    _, boundary = time_calls(boundaries, sync, repeats, limit_s)
+    _, plain = time_calls([lambda: runner.run_module(views)], sync, repeats, limit_s)
     return {
         "host_us": host,
         "step_us": step,
@@ -72,7 +79,10 @@ def _time_entry(runner: Runner, entry: Entry, size: int, repeats: int) -> dict[s
 
 
 def time_calls(
-    calls: Sequence[Callable[[], Any]], sync: Callable[[], None], repeats: int
+    calls: Sequence[Callable[[], Any]],
+    sync: Callable[[], None],
+    repeats: int,
+    limit_s: float = _MAX_SECONDS,
 ) -> tuple[float, float]:
     """Return (median host time, mean time per run back to back) of calling all, in µs."""
     if not calls:
@@ -82,7 +92,7 @@ def time_calls(
         call()
     sync()
     begun = time.perf_counter()
-    while len(hosts) < repeats and (len(hosts) < 3 or time.perf_counter() - begun < _MAX_SECONDS):
+    while len(hosts) < repeats and (len(hosts) < 3 or time.perf_counter() - begun < limit_s):
         started = time.perf_counter()
         for call in calls:
             call()

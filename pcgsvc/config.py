@@ -107,6 +107,13 @@ class Policy(enum.Enum):
     EAGER = "eager"
 
 
+class MoeBackend(enum.Enum):
+    """Where the experts of a mixture are: all here, or spread over a process group."""
+
+    LOCAL = "local"
+    ALL_TO_ALL = "all_to_all"
+
+
 class Job(enum.Enum):
     """What `python -m pcgsvc` does."""
 
@@ -120,15 +127,30 @@ class Job(enum.Enum):
 
 
 @dataclass(kw_only=True, slots=True)
+class MoeConfig:
+    """The mixture of experts of `model=llama_moe`; None: the preset's."""
+
+    num_experts: int | None = None
+    """Experts per layer, over all processes; `model.intermediate_size` is the width of each."""
+    top_k: int | None = None
+    """Experts that each token goes to; 1 to `num_experts`."""
+    backend: MoeBackend = MoeBackend.LOCAL
+    """`local` (this process holds every expert) or `all_to_all` (each process of the
+    torch.distributed group holds an equal share, and tokens travel)."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ModelConfig:
     """Which model is built. A None among the dimensions means "the preset's"."""
 
     name: str = "llama"
     """Model family; one of the files under `conf/model/`."""
     preset: str = "tiny"
-    """Named set of dimensions of the family (llama: tiny, 160m, 1b, 8b)."""
+    """Named set of dimensions of the family (llama: tiny, 160m, 1b, 8b; llama_moe: tiny, 8x7b;
+    encoder: tiny, minilm, base)."""
     weights: str | None = None
-    """Path of a `.gguf` or `.safetensors` checkpoint; None: random weights from `seed`."""
+    """Path of a `.gguf` or `.safetensors` checkpoint (encoder, minilm: of a folder with
+    model.safetensors); None: random weights from `seed`."""
     path: str | None = None
     """With `model=hf`: a local directory with config.json and safetensors, or a `.gguf` file."""
     config: str | None = None
@@ -151,13 +173,14 @@ class ModelConfig:
     head_dim: int | None = None
     """Features per head; None: hidden_size / num_heads."""
     max_position: int | None = None
-    """Longest sequence that the rotary table covers, in tokens."""
+    """Longest sequence that the rotary or position table covers, in tokens."""
     rope_theta: float | None = None
     """Base of the rotary frequencies."""
     norm_eps: float | None = None
-    """Epsilon of the RMS norms."""
+    """Epsilon of the norms."""
     tie_embeddings: bool | None = None
     """Whether the head shares the embedding's weight."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -69,6 +69,8 @@ class ProgramImage:
     """sha256 of the source files that tracing went into, by path."""
     modules: tuple[str, ...] = ()
     """Modules that register the ops; imported before the program is loaded."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why a splitting op is one, where that is more than being registered."""
     num_guards: int = 0
     """How many guards tracing recorded."""
     live_tree: Any = field(default=None, compare=False, repr=False)
@@ -126,6 +128,7 @@ def image_of(
         unique_regions=len(plan.unique()) if plan is partition else plan.count(Kind.REGION),
         documents={h: p.document for h, p in partition.unique().items() if p.document is not None},
         matched=dict(partition.matched),
+        reasons=dict(partition.reasons),
         ops=dict(traced.ops),
         schemas=schemas,
         reads=tuple(reads),

@@ -19,6 +19,7 @@ from pcgsvc.cache_jobs import cache_job
 from pcgsvc.config import Config, Job, copy
 from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
 from pcgsvc.events import phase_events
+from pcgsvc.expert_group import rank_of_process, uses_group
 from pcgsvc.generate import generate_ids
 from pcgsvc.pipeline import build_from_config, prepare_only
 from pcgsvc.planning.planner import plan
@@ -44,6 +45,9 @@ logger = logging.getLogger(__name__)
 def run_job(config: Config, report_path: Path) -> dict[str, Any]:
     """Do `config.job`, print what it found, and write the report.
 
+    Of several processes that share a model's experts, the first one prints, and each other one
+    writes its report beside the first one's, as `NAME.rank1.json` and so on.
+
     Raises:
         VerifyError: a replay differs from plain execution; the report is written all the same.
     """
@@ -56,7 +60,10 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.CONFIG: _config,
         Job.SIZES: _sizes,
     }
-    return jobs[config.job](config, report_path, console())
+    rank = rank_of_process() if uses_group(config) else 0
+    if rank:
+        report_path = report_path.with_suffix(f".rank{rank}{report_path.suffix}")
+    return jobs[config.job](config, report_path, console(quiet=rank > 0))
 
 
 def _cache(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
@@ -137,7 +144,11 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
         if config.bench.enabled:
             with phase("bench", spent, progress, total=entries):
                 report["bench"] = bench_entries(
-                    runner, samples, repeats=config.bench.repeats, on_entry=progress.advance
+                    runner,
+                    samples,
+                    repeats=config.bench.repeats,
+                    lockstep=uses_group(config),
+                    on_entry=progress.advance,
                 )
         if config.traffic is not None:
             with phase_events(logger, "traffic", 0):

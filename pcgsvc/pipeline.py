@@ -407,5 +407,6 @@ def _parts(built: Built, workspace: Workspace, table: GraphTable) -> RunnerParts
         make_inputs=request.bundle.make_inputs,
         tokenizer=request.bundle.tokenizer,
         is_language_model=request.bundle.is_language_model,
+        embedding=request.bundle.embedding,
         mutated=list(image.mutated),
     )

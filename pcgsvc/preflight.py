@@ -13,15 +13,20 @@ from pcgsvc.config import Config, Job, resolve, validate
 from pcgsvc.devices import device_of, dtype_of, is_here
 from pcgsvc.dispatch import resolve_mode
 from pcgsvc.errors import ConfigError, near
+from pcgsvc.expert_group import refuse_sweep
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.registry import registered_names
+from pcgsvc.ops.support import Support
 from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plots import has_matplotlib
 from pcgsvc.sizing.auto import plan_for, with_sizes
 from pcgsvc.sizing.files import read_traffic
 from pcgsvc.torch_private import op_exists
+
+_ENCODERS = ("encoder", "minilm")
+"""Families that give sentence vectors and have no KV cache."""
 
 
 def check_command(command: Command) -> None:
@@ -36,6 +41,7 @@ def check_command(command: Command) -> None:
             check(config)
             if command.multirun:
                 _check_sweep(config)
+                refuse_sweep(config)
         except ConfigError as error:
             where = f" (job {at + 1} of {len(configs)}; none was run)" if len(configs) > 1 else ""
             raise ConfigError(f"{error}{where}") from error
@@ -101,15 +107,19 @@ def _check_picture(config: Config, name: str = "sweep.png") -> None:
 
 
 def _check_strict(config: Config) -> None:
-    """Resolve the mode where that needs no trace: a Llama's boundaries are its attention."""
-    if not config.strict or config.model.name == "two_regions":
+    """Resolve the mode where that needs no trace: a Llama's boundaries are known."""
+    if not config.strict or config.model.name in ("two_regions", *_ENCODERS):
         return
+    support = find_backend(config.attention.name).cudagraph_support
+    why = f"attention={config.attention.name}"
+    if config.model.name == "llama_moe":
+        support, why = Support.NEVER, f"model.moe.backend={config.model.moe.backend.value}"
     resolution = resolve_mode(
         config.mode,
-        find_backend(config.attention.name).cudagraph_support,
+        support,
         num_boundaries=1,
         uniform_query_len=config.capture.uniform_query_len,
-        why=f"attention={config.attention.name}",
+        why=why,
     )
     if resolution.reasons:
         raise ConfigError(f"strict=true, and {'; '.join(resolution.reasons)}")
@@ -176,7 +186,12 @@ def _check_prompt(config: Config) -> None:
         return
     if config.job is not Job.RUN:
         raise ConfigError(f"prompt: job={config.job.value} runs no model; use job=run.")
-    if config.model.name == "two_regions" or (
+    if config.model.name in _ENCODERS:
+        raise ConfigError(
+            f"prompt: model={config.model.name} continues no text, it gives sentence vectors: in "
+            "Python, runner.embed([text, ...]). Use model=smollm2 to continue a prompt."
+        )
+    if config.model.name in ("two_regions", "llama_moe") or (
         config.model.name == "llama" and config.model.weights is None
     ):
         raise ConfigError(

@@ -25,6 +25,7 @@ from pcgsvc.errors import BatchError, PcgError, StaleAddressError, UncoveredErro
 from pcgsvc.events import log_event
 from pcgsvc.graphs.capture import GraphTable
 from pcgsvc.graphs.session import Entry
+from pcgsvc.models.base import EmbeddingSpec
 from pcgsvc.ops.context import reset_context, set_context, use_context
 from pcgsvc.program import Direct, Program
 from pcgsvc.traced import InputSpec, SizePredicate, TensorSpec
@@ -85,6 +86,7 @@ class RunnerParts:
     make_inputs: Callable[[int, torch.Generator], dict[str, torch.Tensor]]
     tokenizer: Any = None
     is_language_model: bool = False
+    embedding: EmbeddingSpec | None = None
     mutated: list[str] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -176,6 +178,12 @@ class Runner:
         from pcgsvc.generate import generate
 
         return generate(self, prompts, max_new_tokens, return_ids=return_ids)
+
+    def embed(self, texts: Sequence[str], *, truncate: bool = False) -> torch.Tensor:
+        """Return one sentence vector per text; see `pcgsvc.embed.embed`."""
+        from pcgsvc.embed import embed
+
+        return embed(self, texts, truncate=truncate)
 
     # -- inspection --
 

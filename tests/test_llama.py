@@ -225,8 +225,8 @@ def test_every_family_builds_a_bundle_or_says_what_is_missing(
     monkeypatch.setenv("PCGSVC_MODELS_DIR", str(tmp_path))
     for name in families():
         config = Config(model=ModelConfig(name=name))
-        if name == "smollm2":
-            with pytest.raises(ConfigError, match=r"Run scripts/fetch-smollm2"):
+        if name in ("smollm2", "minilm"):
+            with pytest.raises(ConfigError, match=rf"Run scripts/fetch-{name}"):
                 validate_model(config)
             continue
         if name == "hf":

@@ -31,6 +31,17 @@ class Tokenizer(Protocol):
         """Return the text of `ids` without special tokens."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSpec:
+    """What turns texts into an encoder's tokens; see `pcgsvc.embed`."""
+
+    max_length: int
+    """Longest text in tokens, special ones included."""
+    encode: Callable[[str, int | None], list[int]] | None = None
+    """`encode(text, most)`: ids with special tokens, of no more than `most` unless that is None;
+    None: there is no tokenizer."""
+
+
 @dataclass(kw_only=True)
 class ModelBundle:
     """A built model and what must be known to trace, verify and run it."""
@@ -48,5 +59,8 @@ class ModelBundle:
     """Takes (input_ids [T], positions [T]) and returns logits [T, vocab]."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What decides the forward besides its code and tensors, in JSON types, for its key."""
+    embedding: EmbeddingSpec | None = None
+    """Set for encoders: takes (input_ids [T], positions [T], token_types [T]) and returns hidden
+    rows [T, E]."""
     source_files: list[str] = field(default_factory=list)
     """Files whose text decides what the forward computes, besides those that tracing reads."""

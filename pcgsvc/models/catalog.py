@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.config import Config, ModelConfig
+from pcgsvc.config import Config, ModelConfig, to_dict
 from pcgsvc.errors import ConfigError, near
-from pcgsvc.models import smollm2, two_regions
+from pcgsvc.models import encoder, encoder_family, llama_moe, smollm2, two_regions
 from pcgsvc.models.base import ModelBundle, Tokenizer
 from pcgsvc.models.checkpoint import Checkpoint, check_explicit, load_weights, open_checkpoint
 from pcgsvc.models.hf import family as hf
@@ -42,10 +42,16 @@ class Family:
 def families() -> dict[str, Family]:
     """Return the model families by the name that `model=` takes."""
     every = frozenset(f.name for f in fields(ModelConfig)) - {"name"} - hf.SETTINGS
+    dense = every - {"moe"}
     return {
-        "llama": Family(every, _open_llama, _build_llama),
-        "smollm2": Family(every, _open_smollm2, _build_smollm2),
+        "llama": Family(dense, _open_llama, _build_llama),
+        "smollm2": Family(dense, _open_smollm2, _build_smollm2),
         "hf": Family(hf.SETTINGS, hf.validate, hf.build),
+        "llama_moe": Family(every - {"weights"}, llama_moe.dims_of, _build_llama_moe),
+        "encoder": Family(encoder.SETTINGS, encoder_family.open_of, encoder_family.build),
+        "minilm": Family(
+            encoder.SETTINGS - {"preset"}, encoder_family.open_of, encoder_family.build
+        ),
         "two_regions": Family(frozenset({"hidden_size"}), two_regions.validate, two_regions.build),
     }
 
@@ -89,8 +95,15 @@ def _find_family(model: ModelConfig) -> Family:
         value = getattr(model, f.name)
         if f.name in family.settings | {"name"} or value == getattr(unset, f.name):
             continue
+        name = f.name
+        if is_dataclass(value):  # a group: name the setting in it
+            name, value = next(
+                (f"{name}.{k}", v)
+                for k, v in to_dict(value).items()
+                if v != to_dict(getattr(unset, name))[k]
+            )
         raise ConfigError(
-            f"model.{f.name}: got {value!r}, but model={model.name} does not read it. "
+            f"model.{name}: got {value!r}, but model={model.name} does not read it. "
             f"It reads: {', '.join('model.' + name for name in sorted(family.settings))}."
         )
     return family
@@ -132,6 +145,10 @@ def _build_llama(config: Config, device: torch.device, dtype: torch.dtype) -> Mo
     if reason is not None:
         logger.info("no tokenizer, so prompts cannot be served: %s", reason)
     return _load(source, device, dtype, GgufTokenizer(source.metadata) if reason is None else None)
+
+
+def _build_llama_moe(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
+    return _bundle(llama_moe.build(config, device, dtype), device, None)
 
 
 def _build_smollm2(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:

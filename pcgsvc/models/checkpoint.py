@@ -98,7 +98,19 @@ def open_checkpoint(weights: str | Path) -> Checkpoint:
     return Checkpoint(path, source.dims, source.metadata, source)
 
 
-def check_explicit(model: ModelConfig, checkpoint: Checkpoint) -> None:
+class Opened(Protocol):
+    """An opened checkpoint of any family."""
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+
+    @property
+    def dims(self) -> Any:
+        """Its dimensions, by the names of `model.*`."""
+
+
+def check_explicit(model: ModelConfig, checkpoint: Opened) -> None:
     """Raise ConfigError if the config sets a dimension that the checkpoint contradicts."""
     for name, value in explicit_dims(model).items():
         there = getattr(checkpoint.dims, name)

@@ -13,6 +13,7 @@ D = head dim, P = positions of the rotary table.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,20 +81,18 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-class LlamaLayer(nn.Module):
-    """One block: attention and SwiGLU, each behind a norm and added to the residual stream."""
+class DecoderLayer(nn.Module):
+    """One block: attention and a feed-forward part, each behind a norm, added to the stream."""
 
     def __init__(self, dims: LlamaDims, **where: Any) -> None:
         super().__init__()
         self.head_dim = dims.head_dim
         self.widths = [n * dims.head_dim for n in (dims.num_heads, *[dims.num_kv_heads] * 2)]
-        hidden, inner = dims.hidden_size, dims.intermediate_size
+        hidden = dims.hidden_size
         self.input_norm = RMSNorm(hidden, dims.norm_eps, **where)
         self.qkv_proj = Linear(sum(self.widths), hidden, **where)
         self.o_proj = Linear(hidden, self.widths[0], **where)
         self.post_norm = RMSNorm(hidden, dims.norm_eps, **where)
-        self.gate_up_proj = Linear(2 * inner, hidden, **where)
-        self.down_proj = Linear(hidden, inner, **where)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int
@@ -107,24 +106,52 @@ class LlamaLayer(nn.Module):
         out = torch.empty_like(q)
         torch.ops.pcgsvc.attention(q, k, v, out, layer)
         x = x + self.o_proj(out.flatten(1))
-        gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, dim=-1)
+        return x + self.feed_forward(self.post_norm(x))
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the feed-forward part of normed rows x [T, E]."""
+        raise NotImplementedError
+
+
+class LlamaLayer(DecoderLayer):
+    """A block whose feed-forward part is SwiGLU."""
+
+    def __init__(self, dims: LlamaDims, **where: Any) -> None:
+        super().__init__(dims, **where)
+        hidden, inner = dims.hidden_size, dims.intermediate_size
+        self.gate_up_proj = Linear(2 * inner, hidden, **where)
+        self.down_proj = Linear(hidden, inner, **where)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `DecoderLayer.feed_forward`."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         down: torch.Tensor = self.down_proj(functional.silu(gate) * up)
-        return x + down
+        return down
 
 
 class Llama(nn.Module):
-    """The whole model. Weights are unset until `initialize` or `checkpoint.load_weights`."""
+    """The whole model. Weights are unset until `initialize` or `checkpoint.load_weights`.
+
+    `make_layer(dims, device=…, dtype=…)`: returns one block.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, dims: LlamaDims, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        dims: LlamaDims,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        make_layer: Callable[..., DecoderLayer] = LlamaLayer,
+    ) -> None:
         super().__init__()
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.dims = dims
         table = torch.empty(dims.vocab_size, dims.hidden_size, **where)
         self.embed_tokens = nn.Embedding.from_pretrained(table)
-        self.layers = nn.ModuleList(LlamaLayer(dims, **where) for _ in range(dims.num_layers))
+        self.layers = nn.ModuleList(make_layer(dims, **where) for _ in range(dims.num_layers))
         self.norm = RMSNorm(dims.hidden_size, dims.norm_eps, **where)
         self.lm_head = (
             None if dims.tie_embeddings else Linear(dims.vocab_size, dims.hidden_size, **where)

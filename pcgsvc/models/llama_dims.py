@@ -5,6 +5,7 @@ In: `ModelConfig`, or a checkpoint's statements. Out: `LlamaDims`. Imports no mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -134,17 +135,17 @@ def explicit_dims(model: ModelConfig) -> dict[str, Any]:
     return {name: getattr(model, name) for name in names if getattr(model, name) is not None}
 
 
-def preset_dims(model: ModelConfig) -> LlamaDims:
+def preset_dims(model: ModelConfig, presets: Mapping[str, LlamaDims] = PRESETS) -> LlamaDims:
     """Return the preset's dimensions, replaced by those that the config sets itself.
 
     Raises:
         ConfigError: no such preset, or dimensions that do not go together.
     """
-    preset = PRESETS.get(model.preset)
+    preset = presets.get(model.preset)
     if preset is None:
         raise ConfigError(
-            f"model.preset: got {model.preset!r}{near(model.preset, PRESETS) or '.'} "
-            f"Choices: {', '.join(PRESETS)}."
+            f"model.preset: got {model.preset!r}{near(model.preset, presets) or '.'} "
+            f"Choices: {', '.join(presets)}."
         )
     changes = explicit_dims(model)
     values = asdict(preset) | changes

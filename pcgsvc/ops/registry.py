@@ -46,6 +46,8 @@ class OpSpec:
     """Called like the kernel, right after it, over the buffers of a captured entry: returns the
     same call with everything looked up, or None. It runs on the runner's stream at each replay;
     the session keeps the buffers."""
+    reason: str | None = None
+    """Why no graph may hold it, for reports; None: nothing to say but that it is registered."""
 
 
 _SPECS: dict[str, OpSpec] = {}
@@ -109,11 +111,12 @@ def register_splitting_op(
     tags: Iterable[torch.Tag] = (),
     stands_for: str | None = None,
     bind: Callable[..., Callable[[], None] | None] | None = None,
+    reason: str | None = None,
 ) -> OpSpec:
     """Register `kernel` as splitting op `name`; see `splitting_op`. `support=None`: the backend's.
 
     `stands_for`: the splitting op that a compiler pass may replace by this one. `bind`: see
-    `OpSpec`.
+    `OpSpec`. `reason`: why it is a boundary, in the words of reports.
 
     `torch.library.custom_op` is not used: it costs 4 to 7 times as much per call as
     `Library.define` and `impl` (measured on torch 2.11, 2.13 and 2.14).
@@ -145,7 +148,9 @@ def register_splitting_op(
         library.impl(op, _late(name), "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake or _fake_nothing, lib=library)
     schema = str(getattr(getattr(torch.ops, namespace), op).default._schema)
-    spec = OpSpec(name, kernel, fake, schema, mutated, support, zeroes_padding, stands_for, bind)
+    spec = OpSpec(
+        name, kernel, fake, schema, mutated, support, zeroes_padding, stands_for, bind, reason
+    )
     _SPECS[name] = spec
     return spec
 
@@ -190,6 +195,12 @@ def traced_name(name: str) -> str:
     """Return the name by which the trace knows an op that was called."""
     spec = _SPECS.get(name)
     return name if spec is None or spec.stands_for is None else spec.stands_for
+
+
+def why_boundary(name: str, otherwise: str) -> str:
+    """Return why an op that is cut at by default is one, or `otherwise` if nobody has said."""
+    spec = _SPECS.get(name)
+    return otherwise if spec is None or spec.reason is None else spec.reason
 
 
 def registered_names() -> list[str]:

@@ -23,7 +23,7 @@ from pcgsvc.errors import CaptureError, SplitError, TraceError
 from pcgsvc.image import PieceInfo, ProgramImage
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import use_context
-from pcgsvc.ops.registry import registered_names
+from pcgsvc.ops.registry import registered_names, why_boundary
 from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.partition.pieces import Kind
 from pcgsvc.partition.submodules import Calls, in_place, watched
@@ -34,6 +34,7 @@ from pcgsvc.traced import Binding, SizePredicate, TensorSpec
 from pcgsvc.workspace import Workspace
 
 PIECE = "module"
+_MET = "break met in the forward"
 
 
 class ModulePiece:
@@ -324,6 +325,7 @@ def _image(workspace: Workspace, one: _Run, other: _Run, sizes: tuple[int, int])
         unique_regions=sum(p.kind == Kind.REGION.value for p in _pieces(one.events)),
         documents={},
         matched={name: one.events.count(name) for name in dict.fromkeys(n for n, _ in one.frozen)},
+        reasons={name: why for name, _ in one.frozen if (why := _why(name)) != _MET},
         ops={"kernel": one.events.count("kernel")},
         schemas={},
     )
@@ -359,8 +361,12 @@ def _pieces(events: Sequence[str]) -> Iterator[PieceInfo]:
     for at, (kind, names) in enumerate(groups):
         reason = "captured as the forward runs"
         if kind == "boundary":
-            reason = "; ".join(f"{n}: break met in the forward" for n in dict.fromkeys(names))
+            reason = "; ".join(f"{n}: {_why(n)}" for n in dict.fromkeys(names))
         yield PieceInfo(name=f"piece_{at:02d}", kind=kind, reason=reason, ops=len(names), hash=None)
+
+
+def _why(name: str) -> str:
+    return why_boundary(name, _MET)
 
 
 __all__ = ["ModulePiece", "boundary_names", "learn"]

@@ -23,11 +23,13 @@ from torch.utils import _pytree as pytree
 from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError, SplitError, near
 from pcgsvc.nodes import iter_calls, mutated_args, op_names, user_line
-from pcgsvc.ops.registry import registered_names
+from pcgsvc.ops.registry import registered_names, why_boundary
 from pcgsvc.partition.pieces import Kind, Partition, Piece
 from pcgsvc.rows import Document, digest, encode_row
 from pcgsvc.traced import TracedGraph
 
+_REGISTERED = "registered splitting op"
+"""Why an op is cut at that nobody has said more of."""
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _VIEWS = set(
     [
@@ -83,7 +85,12 @@ def partition_fx(
             piece.hash = digest(piece.document)
     _prove_order(pieces)
     _reasons(pieces, matches)
-    return Partition(pieces=pieces, matched=counts, warnings=_almost_alike(pieces))
+    return Partition(
+        pieces=pieces,
+        matched=counts,
+        reasons={m.name: m.reason for m in matches.values() if m.reason != _REGISTERED},
+        warnings=_almost_alike(pieces),
+    )
 
 
 def _almost_alike(pieces: list[Piece]) -> list[str]:
@@ -132,7 +139,9 @@ def canonical_op_name(name: str) -> str:
 def _match(
     traced: TracedGraph, splitting_ops: Sequence[str] | None, extra: Sequence[str]
 ) -> tuple[dict[torch.fx.Node, _Match], dict[str, int]]:
-    asked = [canonical_op_name(n) for n in [*(splitting_ops or []), *extra]]
+    named = {canonical_op_name(n): "named in partition.extra_splitting_ops" for n in extra}
+    named |= {canonical_op_name(n): "named in partition.splitting_ops" for n in splitting_ops or []}
+    asked = list(named)
     registered = set(registered_names()) if splitting_ops is None else set()
     matches: dict[torch.fx.Node, _Match] = {}
     counts = dict.fromkeys(asked, 0)
@@ -141,9 +150,9 @@ def _match(
         hit = next((a for a in asked if a in names), None)
         unsafe = torch.Tag.cudagraph_unsafe in torch_private.op_tags(node.target)
         if hit is not None:
-            matches[node] = _Match(hit, "named in partition.splitting_ops")
+            matches[node] = _Match(hit, named[hit])
         elif names and names[0] in registered:
-            matches[node] = _Match(names[0], "registered splitting op")
+            matches[node] = _Match(names[0], why_boundary(names[0], _REGISTERED))
         elif unsafe and splitting_ops is None:
             matches[node] = _Match(names[0], "tag cudagraph_unsafe")
         else:

@@ -50,7 +50,7 @@ def partition_inductor(traced: TracedGraph, plan: Partition) -> Partition:
     piece.document = document_of(traced, piece)
     piece.document["boundaries"] = _boundaries(traced, plan)
     piece.hash = digest(piece.document)
-    return Partition(pieces=[piece], matched=plan.matched)
+    return Partition(pieces=[piece], matched=plan.matched, reasons=plan.reasons)
 
 
 def _boundaries(traced: TracedGraph, plan: Partition) -> list[list[Any]]:

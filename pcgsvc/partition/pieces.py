@@ -59,6 +59,8 @@ class Partition:
     pieces: list[Piece]
     matched: dict[str, int]
     """How many nodes each splitting op matched, by its name."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why it is a boundary, where that is more than being registered."""
     warnings: list[str] = field(default_factory=list)
 
     def count(self, kind: Kind) -> int:

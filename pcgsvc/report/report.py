@@ -44,7 +44,9 @@ def plan_report(built: Built) -> dict[str, Any]:
         "partition": {
             "strategy": config.partition.strategy.value,
             "splitting_ops": [
-                {"name": name, "count": count} for name, count in image.matched.items()
+                {"name": name, "count": count}
+                | ({"reason": image.reasons[name]} if name in image.reasons else {})
+                for name, count in image.matched.items()
             ],
             "num_boundaries": image.count(Kind.BOUNDARY),
             "num_regions": image.count(Kind.REGION),

@@ -18,14 +18,18 @@ _LABEL = 9
 """Columns of the label before each fact."""
 _ENTRY_WIDTH = 78
 """Columns of the entry table with all its timings; a narrower terminal gets the first ones."""
+_PRESETS = ("llama", "llama_moe", "encoder")
+"""Families that have presets."""
+_NO_CACHE = ("encoder", "minilm", "two_regions")
+"""Families that read no attention backend."""
 _MANY = 1000
 """Columns of a console that is no terminal: nothing is cut or wrapped in a file."""
 
 
-def console() -> Console:
-    """Return a console on standard output."""
-    plain = Console(highlight=False)
-    return plain if plain.is_terminal else Console(highlight=False, width=_MANY)
+def console(*, quiet: bool = False) -> Console:
+    """Return a console on standard output, or one that prints nothing."""
+    plain = Console(highlight=False, quiet=quiet)
+    return plain if plain.is_terminal else Console(highlight=False, width=_MANY, quiet=quiet)
 
 
 def show_report(out: Console, report: dict[str, Any]) -> None:
@@ -88,7 +92,8 @@ def _headline(out: Console, report: dict[str, Any]) -> None:
         f"{report['pcgsvc']}, torch {report['torch']}, {escape(report['device'])}, "
         f"{config['dtype']}",
     )
-    _fact(out, "model", f"{model['name']} {_which(model)}, attention {config['attention']['name']}")
+    cache = "" if model["name"] in _NO_CACHE else f", attention {config['attention']['name']}"
+    _fact(out, "model", f"{model['name']} {_which(model)}".rstrip() + cache)
     text = f"[bold]{mode['resolved']}[/]"
     if mode["requested"] != mode["resolved"]:
         text += f", not {mode['requested']} as asked"
@@ -100,7 +105,7 @@ def _which(model: dict[str, Any]) -> str:
     named = model["weights"] or model["path"] or model["config"]
     if named is not None:
         return escape(Path(named).name)
-    return str(model["preset"]) if model["name"] == "llama" else ""
+    return str(model["preset"]) if model["name"] in _PRESETS else ""
 
 
 def _split(out: Console, partition: dict[str, Any]) -> None:

@@ -38,12 +38,15 @@ def perform(config: Config, report_path: Path, *, verbose: bool) -> Outcome:
         report_path: where its report is to go.
         verbose: log the traceback of an error as well.
     """
-    from pcgsvc.jobs import run_job  # imports torch, which a bad command line need not wait for
+    # These import torch, which a bad command line need not wait for.
+    from pcgsvc.expert_group import command_line_group
+    from pcgsvc.jobs import run_job
 
     before = _stamp(report_path)
     code, reason = OK, None
     try:
-        run_job(config, report_path)
+        with command_line_group(config):
+            run_job(config, report_path)
     except Exception as error:  # a job's failure is its own: the next one runs
         code = BAD_CONFIG if isinstance(error, ConfigError) else FAILED
         reason = f"{type(error).__name__}: {str(error).strip()}"

@@ -1,0 +1,223 @@
+"""A BERT checkpoint on disk, as sentence-transformers lays it out.
+
+In: a folder with `model.safetensors` and `config.json`, and beside them, where there are any,
+`tokenizer.json`, `modules.json`, `sentence_bert_config.json` and `1_Pooling/config.json`. Out:
+`EncoderCheckpoint`, of which everything but the tensors' values has been checked. What would give
+other sentence vectors than ours (another pooling, further layers) is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pcgsvc.errors import ConfigError
+from pcgsvc.models.encoder import Encoder, EncoderDims
+from pcgsvc.models.extras import require
+
+_DIMS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_position": "max_position_embeddings",
+    "type_vocab_size": "type_vocab_size",
+    "norm_eps": "layer_norm_eps",
+}
+"""Our dimension: its name in config.json."""
+_STATED = {
+    "model_type": "bert",
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "quantization_config": None,
+}
+"""What config.json must say, or leave out."""
+_WHOLE = {
+    "word_embeddings": "embeddings.word_embeddings",
+    "position_embeddings": "embeddings.position_embeddings",
+    "token_type_embeddings": "embeddings.token_type_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+}
+_LAYER = {
+    "qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
+    "attention_out": ("attention.output.dense",),
+    "attention_norm": ("attention.output.LayerNorm",),
+    "inner": ("intermediate.dense",),
+    "outer": ("output.dense",),
+    "output_norm": ("output.LayerNorm",),
+}
+"""Our name of a layer's part: transformers' names of what is stacked in it, row-wise."""
+_UNUSED = ("pooler.", "cls.", "embeddings.position_ids")
+"""Tensors of a BERT that no sentence vector depends on."""
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True)
+class EncoderCheckpoint:
+    """An opened checkpoint: complete, of the shapes that its dimensions ask for."""
+
+    path: Path
+    """The folder."""
+    dims: EncoderDims
+    max_length: int
+    """Longest text in tokens, special ones included, as the checkpoint states it."""
+    tokenizer: Path | None
+    """The tokenizer's file, if there is one."""
+    _tensors: Any
+    _names: dict[str, str]
+    """transformers' name without a prefix: the file's name."""
+
+    def load_into(self, module: Encoder) -> None:
+        """Copy the tensors into the module, in its dtype and on its device."""
+        for name, parameter in module.named_parameters():
+            tensors = [self._tensors.get_tensor(self._names[part]) for part in parts_of(name)]
+            parameter.data.copy_(torch.cat(tensors))
+
+
+def open_encoder(weights: str | Path) -> EncoderCheckpoint:
+    """Read a checkpoint's headers and check it whole; no tensor is read.
+
+    Raises:
+        ConfigError: the path, architecture, pooling, or the set or shape of the tensors is not
+            what an encoder needs, or a package to read it is missing.
+    """
+    path = Path(weights).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"model.weights: '{path}' does not exist; name a folder with model.safetensors and "
+            "config.json, or leave it out for random weights. all-MiniLM-L6-v2 is fetched by "
+            "scripts/fetch-minilm and found by model=minilm."
+        )
+    folder = path if path.is_dir() else path.parent
+    file = folder / "model.safetensors" if path.is_dir() else path
+    if file.suffix != ".safetensors" or not file.is_file():
+        raise ConfigError(
+            f"model.weights: got '{path}'; a .safetensors file is needed, or a folder with "
+            "model.safetensors."
+        )
+    dims = _dims(folder / "config.json")
+    _check_modules(folder)
+    tensors, names = _open_tensors(file)
+    _check_tensors(file, dims, tensors, names)
+    tokenizer = folder / "tokenizer.json"
+    return EncoderCheckpoint(
+        path=folder,
+        dims=dims,
+        max_length=_max_length(folder, dims),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        _tensors=tensors,
+        _names=names,
+    )
+
+
+def parts_of(name: str) -> list[str]:
+    """Return transformers' names of what is stacked in one of our parameters."""
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("layers."):
+        return [f"{_WHOLE[module]}.{kind}"]
+    _, number, part = module.split(".")
+    return [f"encoder.layer.{number}.{theirs}.{kind}" for theirs in _LAYER[part]]
+
+
+def _json(path: Path, kind: type) -> Any:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"model.weights: '{path}' does not exist; it has the dimensions of the checkpoint "
+            "and must lie beside it."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.weights: '{path}' cannot be read: {error}.") from error
+    if not isinstance(content, kind):
+        raise ConfigError(f"model.weights: '{path}' holds no JSON {kind.__name__}.")
+    return content
+
+
+def _dims(path: Path) -> EncoderDims:
+    data = _json(path, dict)
+    for key, wanted in _STATED.items():
+        if data.get(key, wanted) != wanted:
+            raise ConfigError(
+                f"model.weights: '{path}' has {key}={data[key]!r}; this encoder has {wanted!r} "
+                "alone."
+            )
+    try:
+        return EncoderDims(**{ours: data[theirs] for ours, theirs in _DIMS.items()})
+    except KeyError as error:
+        raise ConfigError(f"model.weights: '{path}' does not state {error}.") from None
+    except ConfigError as error:
+        raise ConfigError(
+            f"model.weights: '{path}' states dimensions that cannot be: {error}"
+        ) from error
+
+
+def _check_modules(folder: Path) -> None:
+    """Refuse what sentence-transformers would do and we would not."""
+    listed = folder / "modules.json"
+    if listed.is_file():
+        kinds = [str(m.get("type", "")).rpartition(".")[2] for m in _json(listed, list)]
+        other = [kind for kind in kinds if kind not in _MODULES]
+        if other:
+            raise ConfigError(
+                f"model.weights: '{listed}' has the modules {other} behind the encoder; sentence "
+                f"vectors here are made by {', '.join(_MODULES)} alone."
+            )
+    pooling = folder / "1_Pooling" / "config.json"
+    if pooling.is_file():
+        data = _json(pooling, dict)
+        modes = [k for k, v in data.items() if k.startswith("pooling_mode_") and v is True]
+        if modes != ["pooling_mode_mean_tokens"]:
+            raise ConfigError(
+                f"model.weights: '{pooling}' asks for {modes}; sentence vectors here are the mean "
+                "of their tokens (pooling_mode_mean_tokens)."
+            )
+
+
+def _max_length(folder: Path, dims: EncoderDims) -> int:
+    path = folder / "sentence_bert_config.json"
+    stated = _json(path, dict).get("max_seq_length") if path.is_file() else None
+    return min(stated, dims.max_position) if isinstance(stated, int) else dims.max_position
+
+
+def _open_tensors(file: Path) -> tuple[Any, dict[str, str]]:
+    package = require("safetensors", "encoder")
+    try:
+        tensors = package.safe_open(str(file), framework="pt")
+    except (package.SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"model.weights: '{file}' is truncated or damaged: {error}. Fetch it again."
+        ) from error
+    names = {name.removeprefix("bert."): name for name in tensors.keys()}  # noqa: SIM118
+    return tensors, {k: v for k, v in names.items() if not k.startswith(_UNUSED)}
+
+
+def _check_tensors(file: Path, dims: EncoderDims, tensors: Any, names: dict[str, str]) -> None:
+    module = Encoder(dims, device=torch.device("meta"), dtype=torch.float32)
+    wanted: dict[str, list[int]] = {}
+    for name, parameter in module.named_parameters():
+        parts = parts_of(name)
+        for part in parts:
+            wanted[part] = [parameter.shape[0] // len(parts), *parameter.shape[1:]]
+    missing, surplus = sorted(wanted.keys() - names.keys()), sorted(names.keys() - wanted.keys())
+    for word, found in (("lacks", missing), ("has surplus", surplus)):
+        if found:
+            listed = ", ".join(found[:6]) + (", …" if len(found) > 6 else "")
+            raise ConfigError(
+                f"model.weights: '{file}' {word} {len(found)} tensors: {listed}. An encoder of "
+                f"{dims.num_layers} layers has {len(wanted)}."
+            )
+    for name, shape in wanted.items():
+        there = list(tensors.get_slice(names[name]).get_shape())
+        if there != shape:
+            raise ConfigError(
+                f"model.weights: '{file}' has {names[name]} in the shape {there}; its dimensions "
+                f"ask for {shape}."
+            )
