@@ -17,43 +17,59 @@ if TYPE_CHECKING:
     from pcgsvc.config import Config
     from pcgsvc.dispatch import BatchDescriptor, Dispatch
     from pcgsvc.errors import PcgError
+    from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
+    from pcgsvc.ops.backends import register_attention_backend
     from pcgsvc.ops.breaks import eager_break
-    from pcgsvc.ops.context import current_context
+    from pcgsvc.ops.context import ForwardContext, current_context
     from pcgsvc.ops.registry import register_splitting_op, splitting_op
+    from pcgsvc.ops.support import Support
+    from pcgsvc.ops.true_rows import true_rows
     from pcgsvc.pipeline import build_runner
     from pcgsvc.runner import Runner
 
 _HOMES = {
+    "AttentionBackend": "pcgsvc.ops.attention",
+    "AttentionSpec": "pcgsvc.ops.attention",
     "Batch": "pcgsvc.batch",
     "BatchDescriptor": "pcgsvc.dispatch",
     "Config": "pcgsvc.config",
     "Dispatch": "pcgsvc.dispatch",
+    "ForwardContext": "pcgsvc.ops.context",
     "PcgError": "pcgsvc.errors",
     "Runner": "pcgsvc.runner",
+    "Support": "pcgsvc.ops.support",
     "build_runner": "pcgsvc.pipeline",
     "current_context": "pcgsvc.ops.context",
     "eager_break": "pcgsvc.ops.breaks",
     "load_config": "pcgsvc.api",
     "load_runner": "pcgsvc.api",
+    "register_attention_backend": "pcgsvc.ops.backends",
     "register_splitting_op": "pcgsvc.ops.registry",
     "splitting_op": "pcgsvc.ops.registry",
+    "true_rows": "pcgsvc.ops.true_rows",
 }
 
 __all__ = [
+    "AttentionBackend",
+    "AttentionSpec",
     "Batch",
     "BatchDescriptor",
     "Config",
     "Dispatch",
+    "ForwardContext",
     "PcgError",
     "Runner",
+    "Support",
     "__version__",
     "build_runner",
     "current_context",
     "eager_break",
     "load_config",
     "load_runner",
+    "register_attention_backend",
     "register_splitting_op",
     "splitting_op",
+    "true_rows",
 ]
 
 

@@ -63,10 +63,11 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "--config-path: pcgsvc needs its own settings; add yours with --config-dir."
             )
-        command = None if words.only_hydra else _check(words)
-        if command is not None and command.jobs[0].job is Job.CONFIG:
-            return _explain(words)
-        return _hand_over(argv, words, command)
+        with _own_folder_importable():
+            command = None if words.only_hydra else _check(words)
+            if command is not None and command.jobs[0].job is Job.CONFIG:
+                return _explain(words)
+            return _hand_over(argv, words, command)
     except SystemExit as ended:  # argparse after a bad option, Hydra after its own help
         return ended.code if isinstance(ended.code, int) else FAILED
     except KeyboardInterrupt:
@@ -76,6 +77,24 @@ def main(argv: Sequence[str]) -> int:
         if words.verbose:
             traceback.print_exception(error)
         return _complain(error)
+
+
+@contextlib.contextmanager
+def _own_folder_importable() -> Iterator[None]:
+    """Let `model.target` name modules of the folder that the command was started in.
+
+    `python -m pcgsvc` has it on the path already, the `pcgsvc` script has not. Last, so that no
+    file there stands in for an installed package.
+    """
+    folder = os.getcwd()
+    added = "" not in sys.path and folder not in sys.path
+    if added:
+        sys.path.append(folder)
+    try:
+        yield
+    finally:
+        if added and folder in sys.path:
+            sys.path.remove(folder)
 
 
 def _complain(error: Exception) -> int:

@@ -337,6 +337,8 @@ class StepBuffers:
         padded_tokens: int,
         attention: AttentionBackend | None,
         uniform_query_len: int | None = None,
+        *,
+        in_full_graph: bool = False,
     ) -> ForwardContext:
         """Return the context of a step whose metadata has been filled in."""
         return ForwardContext(
@@ -354,4 +356,6 @@ class StepBuffers:
             attention=attention,
             extras=batch.extras,
             uniform_query_len=uniform_query_len,
+            in_full_graph=in_full_graph,
+            block_tables_host=batch.block_tables,
         )

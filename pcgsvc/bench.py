@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pcgsvc.config import Mode
 from pcgsvc.graphs.session import Entry
 from pcgsvc.ops.context import use_context
 from pcgsvc.runner import Runner
@@ -49,7 +50,10 @@ def bench_entries(
             with runner.on_stream():
                 parts.workspace.load(samples.inputs(size), size, size)
                 query_len = parts.config.capture.uniform_query_len if descriptor.uniform else None
-                with use_context(parts.workspace.context(batch, size, query_len)):
+                context = parts.workspace.context(
+                    batch, size, query_len, in_full_graph=mode is Mode.FULL
+                )
+                with use_context(context):
                     row = _time_entry(runner, entry, size, repeats, limit_s)
             rows.append({"mode": mode.value, "size": size, **row})
             on_entry()

@@ -17,8 +17,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
+from pcgsvc.blame import line_that_sets
 from pcgsvc.errors import TraceError
 from pcgsvc.nodes import mutated_args, op_names, user_line
+from pcgsvc.results import flatten
 from pcgsvc.traced import Binding, Guard, InputSpec, SizePredicate, TensorSpec, TracedGraph
 
 
@@ -39,6 +41,9 @@ def buffer_names(module: Callable[..., Any]) -> set[str]:
 
 _MODULE = re.compile(r"L\['module'\](\._modules\['[^']*'\])*(\._buffers|\._parameters)?")
 """A module of the model; what is set on one is looked at afterwards, attribute by attribute."""
+
+
+_INPUT_VIEW = re.compile(r"L\['tensors'\]\[(\d+)\]\.(T|mT|H|mH|real|imag)")
 
 
 class Seen:
@@ -65,6 +70,14 @@ class Seen:
         self.graph, self.graph_inputs = graph, list(inputs)
         self.shape_env = torch_private.tracing_shape_env()
         outside = [s for s in torch_private.side_effects() if not _MODULE.fullmatch(s)]
+        views = [m for s in outside if (m := _INPUT_VIEW.fullmatch(s))]
+        if views:  # Dynamo leaves these to its bytecode, as if they were changes
+            at, view = int(views[0].group(1)) + 1, views[0].group(2)
+            self.refusal = (
+                f"the forward returns .{view} of input {at} as it is, which torch takes outside "
+                "the graph. Return a copy: .clone()."
+            )
+            raise RuntimeError(self.refusal)
         if outside:  # raised here, before Dynamo's bytecode carries it out
             (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
             lines = ", ".join(dict.fromkeys(user_line(n) for n in outputs))
@@ -92,6 +105,7 @@ class Canonical:
         changed: dict[str, Any],
         size: int,
     ) -> None:
+        self.module = module
         self.inputs, self.seen, self.size, self.changed = inputs, seen, size, changed
         self.graph = torch.fx.Graph() if seen.graph is None else seen.graph.graph
         if seen.graph is None:  # no op at all: Dynamo calls no backend for such a forward
@@ -99,7 +113,7 @@ class Canonical:
         self.tensors = tensors_of(module)
         self.names = {id(t): name for name, t in self.tensors.items()}
         self.symbol: Any = None
-        self.leaves, self.out_tree = pytree.tree_flatten(result)
+        self.leaves, self.out_tree = flatten(result)
 
     def build(self) -> TracedGraph:
         """Return the canonical graph."""
@@ -211,15 +225,14 @@ class Canonical:
             return
         for spec, example in zip(self.inputs, self.seen.examples, strict=True):
             nodes = [n for n, v in self._lifted.items() if v is example]
-            if spec.dim is None or not nodes:
-                continue
-            got = nodes[0].meta["example_value"].shape[spec.dim]
-            if not isinstance(got, torch.SymInt) or not self._expression(got).free_symbols:
-                raise TraceError(
-                    f"dynamic_dims: dimension {spec.dim} of {spec.name!r} came out fixed at "
-                    f"{int(got)}: the forward compares it with a constant. Remove the comparison, "
-                    "or take the dimension out of dynamic_dims."
-                )
+            for dim in spec.dims if nodes else ():
+                got = nodes[0].meta["example_value"].shape[dim]
+                if not isinstance(got, torch.SymInt) or not self._expression(got).free_symbols:
+                    raise TraceError(
+                        f"dynamic_dims: dimension {dim} of {spec.name!r} came out fixed at "
+                        f"{int(got)}: the forward compares it with a constant. Remove the "
+                        "comparison, or take the dimension out of dynamic_dims."
+                    )
 
     # -- nodes --
 
@@ -345,7 +358,10 @@ class Canonical:
             else:
                 way = ""
                 if dataclasses.is_dataclass(leaf):
-                    way = " Register the dataclass with torch.export.register_dataclass."
+                    way = (
+                        " A dataclass may hold its fields and nothing else; or register it with "
+                        "torch.export.register_dataclass."
+                    )
                 raise TraceError(
                     f"result leaf {at}: got {type(leaf).__name__}; a forward may return tensors "
                     "that it computed or was given, None, bools and strings. A number would be "
@@ -360,18 +376,20 @@ class Canonical:
         sentinels = {id(t): i for i, t in enumerate(self.seen.sentinels)}
         results: Any = output.args[0]
         for name, value in self.changed.items():
-            place = sentinels.get(id(value))
-            node = None if place is None else results[place]
+            index = sentinels.get(id(value))
+            node = None if index is None else results[index]
             if node is None or self.tensors.get(name) is None or self._root(node) != name:
-                line = f" at {user_line(node)}" if node is not None else ""
+                place = None if node is None else user_line(node)
+                place = place or line_that_sets(self.module, name)
+                line = f" at {place}" if place is not None else ""
                 raise TraceError(
                     f"the forward sets {name!r}{line}: a Python side effect, which would happen "
                     "once, at tracing, and never again. Write into a registered buffer in place "
                     "(self.buffer.copy_(…)), or return the value."
                 )
-            unclaimed.discard(place if place is not None else -1)
-        for place in unclaimed:
-            node = results[place]
+            unclaimed.discard(index if index is not None else -1)
+        for index in unclaimed:
+            node = results[index]
             raise TraceError(
                 f"the forward stores a tensor outside its result at {user_line(node)}: a Python "
                 "side effect, which would happen once, at tracing. Return the tensor instead."

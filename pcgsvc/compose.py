@@ -49,7 +49,8 @@ class Command:
 def schema_node() -> DictConfig:
     """Return all settings with their defaults; a name that is not in it is refused."""
     node = OmegaConf.create(to_dict(Config()))
-    OmegaConf.set_struct(node.compiler.options, False)  # any Inductor option may stand there
+    for free in (node.compiler.options, node.model.kwargs, node.model.inputs):
+        OmegaConf.set_struct(free, False)  # any name may stand there
     return node
 
 

@@ -150,7 +150,8 @@ class ModelConfig:
     encoder: tiny, minilm, base)."""
     weights: str | None = None
     """Path of a `.gguf` or `.safetensors` checkpoint (encoder, minilm: of a folder with
-    model.safetensors); None: random weights from `seed`."""
+    model.safetensors; module: of a state dict, `.safetensors` or written by torch.save); None:
+    random weights from `seed`."""
     path: str | None = None
     """With `model=hf`: a local directory with config.json and safetensors, or a `.gguf` file."""
     config: str | None = None
@@ -181,6 +182,15 @@ class ModelConfig:
     tie_embeddings: bool | None = None
     """Whether the head shares the embedding's weight."""
     moe: MoeConfig = field(default_factory=MoeConfig)
+    target: str | None = None
+    """With `model=module`: your class of modules, or a function that returns one:
+    `package.module:Class` or `path/to/file.py:Class`. It is imported, so it runs."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """With `model=module`: the arguments that `target` is called with, by name."""
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """With `model=module`: the forward's arguments by name. A tensor is its shape with a word for
+    the rows, `{x: [tokens, 32]}`, or `{shape: …, dtype: …, fill: …, low: …, high: …}`; anything
+    else, or `{value: …}`, is fixed. Empty: the module's `example_inputs(rows, generator)`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -226,7 +236,8 @@ class CompilerConfig:
     name: Compiler | None = None
     """`eager` or `inductor`; None: eager on the CPU, inductor on CUDA."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Inductor options by name (`inductor` only), passed through as they are."""
+    """Inductor options by name (`inductor` only), passed through as they are; `freezing`, which
+    folds weights into the code, is refused."""
     max_autotune: bool = False
     """Have Inductor time several kernels for each matrix product and keep the fastest."""
     combo_kernels: bool = False
@@ -300,7 +311,8 @@ class DebugConfig:
     dump_dir: str | None = None
     """Folder that gets each piece's FX source and Inductor source; None: nothing is dumped."""
     check_addresses: bool = False
-    """Compare every parameter's and static tensor's address before every replay."""
+    """Compare the addresses of input buffers and KV cache before every call as well; those of
+    weights are always compared."""
     poison: bool = False
     """Recorded graphs only: before a replay, fill the memory of all other entries with NaN, as
     sharing one graph pool may."""
@@ -393,7 +405,8 @@ class Config:
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     dtype: str | None = None
-    """Torch dtype name of the model; None: float32 on the CPU, bfloat16 on CUDA."""
+    """Torch dtype name of the model; None: float32 on the CPU, bfloat16 on CUDA, and with
+    `model=module` whatever the module makes."""
     seed: int = 0
     """Seed of random weights and of verification inputs; 0 to 2**63 - 2."""
     strict: bool = False
@@ -621,7 +634,7 @@ def resolve(config: Config, *, device_type: str) -> Config:
     out = copy(config)
     if out.compiler.name is None:
         out.compiler.name = Compiler.INDUCTOR if cuda else Compiler.EAGER
-    if out.dtype is None:
+    if out.dtype is None and out.model.name != "module":
         out.dtype = "bfloat16" if cuda else "float32"
     if out.capture.max_size is None:
         out.capture.max_size = 512 if cuda else 64
@@ -787,6 +800,11 @@ def _validate_combinations(config: Config, device_type: str) -> None:
 
 def _validate_compiler(compiler: CompilerConfig) -> None:
     """Refuse settings of Inductor's where it is not used."""
+    if compiler.options.get("freezing"):
+        raise ConfigError(
+            "compiler.options.freezing: it folds weights into the code, where "
+            "runner.load_state_dict and other updates would not be seen; leave it out."
+        )
     unset = to_dict(CompilerConfig(name=compiler.name))
     changed = [name for name, value in to_dict(compiler).items() if value != unset[name]]
     if changed and compiler.name is not Compiler.INDUCTOR:

@@ -5,6 +5,8 @@ In: a config. Out: torch's device and dtype. Knows nothing of models or graphs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pcgsvc.config import Config, Job
@@ -60,6 +62,14 @@ def is_here(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+
+
+def module_dtype(module: Any) -> torch.dtype | None:
+    """Return the dtype of a module's first parameter or buffer of floats; None if it has none."""
+    if not isinstance(module, torch.nn.Module):
+        return None
+    tensors = [*module.parameters(), *module.buffers()]
+    return next((t.dtype for t in tensors if t.dtype in _DTYPES.values()), None)
 
 
 def dtype_of(config: Config) -> torch.dtype:

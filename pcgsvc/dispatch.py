@@ -137,6 +137,19 @@ def wanted_entries(
     return wanted
 
 
+def no_uniform_size(resolution: Resolution, sizes: Sequence[int], query_len: int) -> list[str]:
+    """Return what to warn of when uniform batches shall have full graphs and no size is theirs."""
+    separate = resolution.decode is FULL and resolution.mixed is not FULL
+    if not separate or any(size % query_len == 0 for size in sizes):
+        return []
+    other = "piecewise serves them" if resolution.mixed is PIECEWISE else "nothing is captured"
+    return [
+        f"capture.sizes: none of {sorted(sizes)} is a multiple of "
+        f"capture.uniform_query_len={query_len}, so no full graph can serve uniform batches: "
+        f"{other}. Add sizes such as {query_len} and {2 * query_len}"
+    ]
+
+
 class DispatchTable:
     """Finds the entry of a batch. Made from the entries that exist, not from those asked for."""
 

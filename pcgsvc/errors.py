@@ -10,6 +10,7 @@
     ├── BatchError         a call's inputs do not fit the runner
     ├── UncoveredError     a call that no captured graph serves, where that was asked to be an error
     ├── StaleAddressError  memory that a graph was captured on has been replaced
+    ├── StateError         a state dict does not fit the runner's module; nothing was written
     ├── CacheError         the disk cache was asked for something that it cannot do
     └── VerifyError        a replay differs from plain execution
 
@@ -61,6 +62,10 @@ class UncoveredError(PcgError):
 
 class StaleAddressError(PcgError):
     """Memory that a graph was captured on has been replaced; replaying would read old data."""
+
+
+class StateError(PcgError):
+    """A state dict does not fit the module; nothing was written."""
 
 
 class CacheError(PcgError):

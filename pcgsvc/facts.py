@@ -213,9 +213,7 @@ def file_digest(path: str) -> str | None:
 
 
 def _input_facts(spec: InputSpec) -> list[Any]:
-    shape: list[Any] = list(spec.example.shape)
-    if spec.dim is not None:
-        shape[spec.dim] = "s"
+    shape: list[Any] = ["s" if d in spec.dims else n for d, n in enumerate(spec.example.shape)]
     return [spec.name, str(spec.example.dtype), shape, spec.example.device.type]
 
 

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.errors import CompileError
@@ -22,6 +21,7 @@ from pcgsvc.ops.registry import find_spec, registered_names
 from pcgsvc.partition.pieces import Kind, Partition
 from pcgsvc.program import Call, ProgramSpec, Step, program_of
 from pcgsvc.reads import Read, code_digest
+from pcgsvc.results import ResultTree, from_text
 from pcgsvc.rows import Document, digest
 from pcgsvc.traced import Binding, SizePredicate, TensorSpec, TracedGraph
 
@@ -46,8 +46,8 @@ class ProgramImage:
     """Per tensor leaf of the result: ("graph", result index) or ("input", input index)."""
     output_specs: tuple[TensorSpec, ...]
     out_tree: str | None
-    """pytree spec of the forward's result, serialised; None: it holds a class that torch cannot
-    write down, and the program cannot be stored."""
+    """Nesting of the forward's result, written down; None: it holds a class that cannot be found
+    again by its name, and the program cannot be stored."""
     constants: dict[int, Any]
     """Leaves of the result that are no tensors."""
     predicate: SizePredicate
@@ -68,21 +68,22 @@ class ProgramImage:
     files: dict[str, str] = field(default_factory=dict)
     """sha256 of the source files that tracing went into, by path."""
     modules: tuple[str, ...] = ()
-    """Modules that register the ops; imported before the program is loaded."""
+    """Modules that registered the ops. They must be imported before the program can be loaded; no
+    name of a stored file is ever imported."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Why a splitting op is one, where that is more than being registered."""
     num_guards: int = 0
     """How many guards tracing recorded."""
-    live_tree: Any = field(default=None, compare=False, repr=False)
-    """The pytree spec itself, where the program was traced in this process."""
+    live_tree: ResultTree | None = field(default=None, compare=False, repr=False)
+    """The nesting itself, where the program was traced in this process."""
 
     def count(self, kind: Kind) -> int:
         """Return how many pieces are of a kind."""
         return sum(p.kind == kind.value for p in self.pieces)
 
-    def tree(self) -> Any:
-        """Return the pytree spec of the forward's result."""
-        return self.live_tree or pytree.treespec_loads(self.out_tree or "")
+    def tree(self) -> ResultTree:
+        """Return the nesting of the forward's result; CompileError if its text cannot be read."""
+        return self.live_tree or from_text(self.out_tree or "")
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the bound parameters and buffers by name; CompileError if one is missing."""
@@ -115,7 +116,7 @@ def image_of(
         spec=program_of(traced, partition),
         outputs=tuple(traced.outputs),
         output_specs=tuple(traced.output_specs),
-        out_tree=_written(traced.out_tree),
+        out_tree=traced.out_tree.to_text(),
         constants=dict(traced.constants),
         predicate=traced.predicate,
         mutated=tuple(traced.mutated),
@@ -137,15 +138,6 @@ def image_of(
         num_guards=len(traced.guards),
         live_tree=traced.out_tree,
     )
-
-
-def _written(tree: Any) -> str | None:
-    """Return a pytree spec as text; None for a class registered without a name to write."""
-    try:
-        text = str(pytree.treespec_dumps(tree))
-        return text if pytree.treespec_loads(text) == tree else None
-    except (NotImplementedError, ValueError, TypeError):
-        return None
 
 
 # ---- custom ops ----------------------------------------------------------------------------------

@@ -174,6 +174,7 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
                 f"{r['mode']} size {r['size']}: {r['max_rel_err']:.3g} (tolerance "
                 f"{r['tolerance']:.3g}), true rows {r['max_rel_err_true']:.3g} (tolerance "
                 f"{r['tolerance_true']:.3g})"
+                + (f", padding rows in the state {s}" if (s := r.get("spoilt_state")) else "")
                 for r in wrong
             )
         )

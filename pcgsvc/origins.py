@@ -162,11 +162,15 @@ def _outside(path: str, config: Config) -> tuple[Any, str | None]:
     return None, None
 
 
+_FREE = ("compiler.options", "model.kwargs", "model.inputs")
+"""Settings that are mappings of names which are no settings."""
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = f"{prefix}{name}"
-        if isinstance(value, Mapping) and dotted != "compiler.options":
+        if isinstance(value, Mapping) and dotted not in _FREE:
             found |= _flat(value, f"{dotted}.")
         else:
             found[dotted] = value

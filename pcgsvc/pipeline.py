@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pcgsvc.arguments import DynamicDims, MakeInputs
 from pcgsvc.artifacts import Artifacts, Tally
 from pcgsvc.canonical import tensors_of
 from pcgsvc.compilers.folder import CompilerFolder
@@ -23,6 +24,7 @@ from pcgsvc.dispatch import (
     BatchDescriptor,
     DispatchTable,
     Resolution,
+    no_uniform_size,
     resolve_mode,
     wanted_entries,
 )
@@ -32,7 +34,7 @@ from pcgsvc.graphs.capture import CaptureOptions, GraphTable, capture_entries
 from pcgsvc.graphs.cuda import CudaEngine
 from pcgsvc.graphs.recorded import RecordedEngine
 from pcgsvc.image import ProgramImage
-from pcgsvc.ops.attention import AttentionBackend
+from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.registry import find_spec
 from pcgsvc.ops.support import Support
 from pcgsvc.partition.pieces import Kind
@@ -93,8 +95,10 @@ def build_runner(
     module: Callable[..., Any],
     example_inputs: Any,
     *,
-    dynamic_dims: Mapping[str, int],
+    dynamic_dims: DynamicDims,
     config: Config | None = None,
+    make_inputs: MakeInputs | None = None,
+    attention: AttentionSpec | None = None,
     progress: Progress | None = None,
 ) -> Runner:
     """Build, or start warm, a runner for any `nn.Module` or callable.
@@ -102,9 +106,16 @@ def build_runner(
     Args:
         module: in eval mode; its parameters are used where they are, never copied.
         example_inputs: a tuple of arguments, or a dict by argument name. Tensors become inputs of
-            the runner; everything else is frozen into the graph.
-        dynamic_dims: which dimension of which tensor input carries the rows (tokens), by name.
-        config: settings; `model` and `attention` are not read. None: the defaults.
+            the runner; everything else is frozen into the graph, and a call that passes another
+            value is refused.
+        dynamic_dims: which dimension, or dimensions, of which tensor input carry the rows
+            (tokens), by name; all of them are one number.
+        config: settings; `model` is not read, and `attention` only with `attention=`. None: the
+            defaults.
+        make_inputs: `make_inputs(rows, generator)` gives valid tensor inputs by name, for
+            verification; None: drawn from a normal distribution, integers from the examples'.
+        attention: for a module that calls `pcgsvc::attention`: what its layers need. The runner
+            then has a paged KV cache, and the backend that `config.attention` names.
         progress: hears of long phases.
 
     Raises:
@@ -113,7 +124,14 @@ def build_runner(
         CacheError: the disk cache is not safe to use, or `cache.require_warm=true` met a miss.
         VerifyError: a captured entry does not give what the module gives.
     """
-    request = request_for(module, example_inputs, dynamic_dims, config or Config())
+    request = request_for(
+        module,
+        example_inputs,
+        dynamic_dims,
+        config or Config(),
+        make_inputs=make_inputs,
+        attention=attention,
+    )
     return build(request, progress or Silent())
 
 
@@ -243,7 +261,12 @@ def prepare(request: Request, folder: CompilerFolder, store: Store, progress: Pr
         tally=artifacts.tally,
         cache=cache,
         seconds=seconds,
-        warnings=[*resolution.reasons, *dropped, *stages.warnings],
+        warnings=[
+            *resolution.reasons,
+            *dropped,
+            *no_uniform_size(resolution, sizes, config.capture.uniform_query_len),
+            *stages.warnings,
+        ],
         workspace=stages.workspace,
         captured=stages.captured,
         finish=stages.finish,
@@ -403,7 +426,7 @@ def _parts(built: Built, workspace: Workspace, table: GraphTable) -> RunnerParts
         dispatch=dispatch,
         predicate=image.predicate,
         outputs=outputs,
-        constants=request.constants,
+        arguments=request.arguments,
         make_inputs=request.bundle.make_inputs,
         tokenizer=request.bundle.tokenizer,
         is_language_model=request.bundle.is_language_model,

@@ -60,7 +60,8 @@ def check(config: Config) -> None:
     config, _ = with_sizes(config)
     resolved = resolve(config, device_type=device.type)
     validate(resolved, device_type=device.type)
-    dtype_of(resolved)
+    if resolved.dtype is not None:
+        dtype_of(resolved)
     validate_model(resolved)
     backend = find_backend(resolved.attention.name)
     if is_here(device):  # else it is planned for, and its kernels need not load
@@ -108,7 +109,7 @@ def _check_picture(config: Config, name: str = "sweep.png") -> None:
 
 def _check_strict(config: Config) -> None:
     """Resolve the mode where that needs no trace: a Llama's boundaries are known."""
-    if not config.strict or config.model.name in ("two_regions", *_ENCODERS):
+    if not config.strict or config.model.name in ("two_regions", "module", *_ENCODERS):
         return
     support = find_backend(config.attention.name).cudagraph_support
     why = f"attention={config.attention.name}"
@@ -191,10 +192,10 @@ def _check_prompt(config: Config) -> None:
             f"prompt: model={config.model.name} continues no text, it gives sentence vectors: in "
             "Python, runner.embed([text, ...]). Use model=smollm2 to continue a prompt."
         )
-    if config.model.name in ("two_regions", "llama_moe") or (
+    if config.model.name in ("two_regions", "llama_moe", "module") or (
         config.model.name == "llama" and config.model.weights is None
     ):
         raise ConfigError(
-            f"prompt: model={config.model.name} with random weights has no tokenizer; use "
-            "model=smollm2, or a .gguf checkpoint as model.weights."
+            f"prompt: model={config.model.name} without a checkpoint of text has no tokenizer; use "
+            "model=smollm2, or model=llama with a .gguf checkpoint as model.weights."
         )

@@ -14,8 +14,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-import importlib
-import importlib.util
+import importlib.machinery
 import inspect
 import itertools
 import json
@@ -49,7 +48,7 @@ _NOT_READ = {
 ENVIRONMENT = "ENVIRONMENT"
 """Kind of a read of `os.environ` as a whole; not one of Dynamo's."""
 _Environ = type(os.environ)
-_ROOTS = ("names", "tensors", "traced")
+_ROOTS = ("names", "places", "tensors", "traced")
 """Locals of our own traced function."""
 
 
@@ -81,9 +80,12 @@ def reads_of(
     found: dict[tuple[str, str], Read] = {}
     problems: list[str] = []
     scope = _Scope(module, constants)
+    pythons = tuple(guard.source for guard in guards if _is_namedtuple_scope(guard.value))
     for guard in [*guards, *_aliases(guards)]:
         key = (guard.source, guard.kind)
         if key in found or guard.kind in _NOT_READ or not _is_users(guard.source):
+            continue
+        if guard.source.startswith(pythons):
             continue
         if isinstance(guard.value, _Environ):
             # What was looked for and not there has no guard: no further variable may be set.
@@ -118,6 +120,12 @@ def first_difference(
         if now != read.form:
             return f"{read.source}: stored {_short(read.form)}, now {_short(now)}"
     return None
+
+
+def _is_namedtuple_scope(value: Any) -> bool:
+    """Whether a value is the globals of a named tuple's `__new__`: Python's own, without a name."""
+    name = value.get("__name__") if type(value) is dict else None
+    return isinstance(name, str) and name.startswith("namedtuple_") and "_tuple_new" in value
 
 
 def _aliases(guards: Sequence[Guard]) -> Iterator[Guard]:
@@ -193,10 +201,13 @@ def path_of(place: str) -> str | None:
     known = sys.modules.get(place)
     if known is not None:
         return _source_path(getattr(known, "__file__", None))
-    try:
-        spec = importlib.util.find_spec(place)
-    except Exception:  # noqa: BLE001 - a parent package is imported for it, and may do anything
-        return None
+    spec, folders = None, None
+    for end in itertools.accumulate(place.split("."), "{}.{}".format):
+        # One by one: importlib.util.find_spec would import the parent packages.
+        spec = importlib.machinery.PathFinder.find_spec(end, folders)
+        if spec is None:
+            return None
+        folders = spec.submodule_search_locations
     return None if spec is None else _source_path(spec.origin)
 
 
@@ -259,7 +270,10 @@ class _Globals(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         if name.startswith("__import_"):
-            return importlib.import_module(name.removeprefix("__import_").replace("_dot_", "."))
+            module = name.removeprefix("__import_").replace("_dot_", ".")
+            if module in sys.modules:  # never imported here: the name may come from a stored file
+                return sys.modules[module]
+            raise KeyError(f"module {module} is not imported")
         raise KeyError(name)
 
 

@@ -15,13 +15,21 @@ from typing import Any
 
 import torch
 
-from pcgsvc.arguments import bundle_specs, input_specs, resampler, split_arguments
+from pcgsvc.arguments import (
+    Arguments,
+    DynamicDims,
+    MakeInputs,
+    check_module,
+    checked,
+    input_specs,
+    read_arguments,
+    resampler,
+)
 from pcgsvc.config import Config, resolve, validate
-from pcgsvc.devices import device_of, dtype_of
-from pcgsvc.errors import ConfigError
+from pcgsvc.devices import device_of, dtype_of, module_dtype
 from pcgsvc.models.base import ModelBundle
 from pcgsvc.models.catalog import build_model, validate_model
-from pcgsvc.ops.attention import AttentionBackend
+from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.process import BUILD_LOCK
 from pcgsvc.progress import Progress, Silent
@@ -59,8 +67,8 @@ class Request:
     device: torch.device
     bundle: ModelBundle
     inputs: list[InputSpec]
-    constants: Mapping[str, Any]
-    """Arguments that are no tensors; frozen."""
+    arguments: Arguments
+    """Which arguments of the forward are inputs, and what the others are fixed at."""
     weights_s: float = 0.0
     """How long the model took to build, in seconds."""
     planned: Planned | None = None
@@ -68,27 +76,41 @@ class Request:
     sizes: SizePlan | None = None
     """How the capture sizes were chosen; None: they were named, or are the default schedule."""
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Arguments that are no tensors; frozen."""
+        return dict(self.arguments.constants)
+
 
 def request_for(
     module: Callable[..., Any],
     example_inputs: Any,
-    dynamic_dims: Mapping[str, int],
+    dynamic_dims: DynamicDims,
     config: Config,
+    *,
+    make_inputs: MakeInputs | None = None,
+    attention: AttentionSpec | None = None,
 ) -> Request:
     """Return the request for a caller's own module; see `pipeline.build_runner`."""
-    tensors, constants = split_arguments(module, example_inputs)
+    arguments, tensors = read_arguments(module, example_inputs)
     specs = input_specs(tensors, dynamic_dims)
     device = specs[0].example.device
     config, sizes = with_sizes(config, own_module=True)
     given = resolve(config, device_type=device.type)
+    if config.dtype is None and module_dtype(module) is not None:
+        given.dtype = _dtype_name(module)
     validate(given, device_type=device.type)
-    if isinstance(module, torch.nn.Module) and module.training:
-        raise ConfigError("module: it is in training mode; call module.eval() first.")
+    check_module(module, device)
     bundle = ModelBundle(
-        module=module, make_inputs=resampler(specs), dynamic_dims=dict(dynamic_dims)
+        module=module,
+        make_inputs=resampler(specs) if make_inputs is None else checked(make_inputs, specs),
+        dynamic_dims=dict(dynamic_dims),
+        attention=attention,
     )
+    if attention is not None:
+        find_backend(given.attention.name).check(device)
     return Request(
-        config=given, device=device, bundle=bundle, inputs=specs, constants=constants, sizes=sizes
+        config=given, device=device, bundle=bundle, inputs=specs, arguments=arguments, sizes=sizes
     )
 
 
@@ -103,20 +125,45 @@ def request_of(config: Config, progress: Progress | None = None) -> Request:
     validate_model(config)
     progress.start("model", 1)
     try:
-        bundle = build_model(config, device=device, dtype=dtype_of(config))
+        bundle, inputs = make_bundle(config, device)
     finally:
         progress.stop()
+    check_module(bundle.module, device)
     seconds = time.perf_counter() - started
     logger.info("model: %.3f s", seconds)
     return Request(
         config=config,
         device=device,
         bundle=bundle,
-        inputs=bundle_specs(bundle),
-        constants={},
+        inputs=inputs,
+        arguments=arguments_of(bundle, inputs),
         weights_s=seconds,
         sizes=sizes,
     )
+
+
+def make_bundle(config: Config, device: torch.device) -> tuple[ModelBundle, list[InputSpec]]:
+    """Build a resolved config's model, and see what its inputs look like.
+
+    A module that chose its own dtype (`model=module`) has it written into `config.dtype`.
+    """
+    asked = None if config.dtype is None else dtype_of(config)
+    bundle = build_model(config, device=device, dtype=asked)
+    if config.dtype is None:
+        config.dtype = _dtype_name(bundle.module)
+    example = bundle.make_inputs(2, torch.Generator().manual_seed(0))
+    return bundle, input_specs(example, bundle.dynamic_dims)
+
+
+def arguments_of(bundle: ModelBundle, inputs: Sequence[InputSpec]) -> Arguments:
+    """Return the arguments of a bundle's forward: its inputs, unless it says more."""
+    names = [spec.name for spec in inputs]
+    return bundle.arguments or Arguments(inputs=names, order=names)
+
+
+def _dtype_name(module: Callable[..., Any]) -> str:
+    """Return what `dtype` is for a module that chose its own; float32 for one without floats."""
+    return str(module_dtype(module) or torch.float32).removeprefix("torch.")
 
 
 def attention_of(request: Request) -> type[AttentionBackend] | None:

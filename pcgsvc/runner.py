@@ -15,26 +15,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from pcgsvc.arguments import Arguments
 from pcgsvc.batch import Batch, CheckedBatch, check_batch
-from pcgsvc.canonical import tensors_of
 from pcgsvc.config import Config, Mode, OnUncovered, Outputs
 from pcgsvc.dispatch import BatchDescriptor, Dispatch, DispatchTable
-from pcgsvc.errors import BatchError, PcgError, StaleAddressError, UncoveredError
+from pcgsvc.errors import BatchError, PcgError, UncoveredError
 from pcgsvc.events import log_event
 from pcgsvc.graphs.capture import GraphTable
 from pcgsvc.graphs.session import Entry
 from pcgsvc.models.base import EmbeddingSpec
 from pcgsvc.ops.context import reset_context, set_context, use_context
 from pcgsvc.program import Direct, Program
+from pcgsvc.results import ResultTree, tensors_in
 from pcgsvc.traced import InputSpec, SizePredicate, TensorSpec
+from pcgsvc.weights import LoadedState, Weights
 from pcgsvc.workspace import Workspace
 
 logger = logging.getLogger(__name__)
-
-_WEIGHTS_PER_CALL = 8
-"""Weights whose address is compared at each call; all are compared in turn."""
 
 
 @dataclass(kw_only=True)
@@ -45,8 +43,8 @@ class OutputPlan:
     """Per tensor leaf: ("graph", result index) or ("input", input index)."""
     constants: dict[int, Any]
     """Leaves that are no tensors, by leaf index."""
-    tree: Any
-    """pytree spec."""
+    tree: ResultTree
+    """How the leaves are nested."""
     specs: list[TensorSpec]
     """Per graph result."""
 
@@ -61,13 +59,13 @@ class OutputPlan:
 
     def build(self, results: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:
         """Return the forward's result with its own structure."""
-        if self.tree.is_leaf() and self.leaves == [("graph", 0)]:
+        if self.tree.is_leaf and self.leaves == [("graph", 0)]:
             return results[0]
         given = list(inputs.values())
         tensors = iter(results[i] if k == "graph" else given[i] for k, i in self.leaves)
         count = len(self.leaves) + len(self.constants)
         leaves = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
-        return pytree.tree_unflatten(leaves, self.tree)
+        return self.tree.build(leaves)
 
 
 @dataclass(kw_only=True)
@@ -82,7 +80,7 @@ class RunnerParts:
     dispatch: DispatchTable
     predicate: SizePredicate
     outputs: OutputPlan
-    constants: Mapping[str, Any]
+    arguments: Arguments
     make_inputs: Callable[[int, torch.Generator], dict[str, torch.Tensor]]
     tokenizer: Any = None
     is_language_model: bool = False
@@ -110,9 +108,9 @@ class Runner:
         self._fallbacks: Counter[tuple[int, str]] = Counter()
         self._told: Counter[str] = Counter()
         self._rows, self._padded = 0, 0
-        self._replayed: set[int] = set()
-        self._weights = _weights(parts)
-        self._next_weight = 0
+        workspace = parts.workspace
+        static = workspace.static_tensors if parts.config.debug.check_addresses else None
+        self._weights: Weights | None = Weights(parts.module, workspace.tensors, static)
         self._plain_batches: dict[int, CheckedBatch] = {}
         self._names = [spec.name for spec in parts.workspace.inputs]
         self._clone = parts.config.outputs is Outputs.CLONE
@@ -124,13 +122,14 @@ class Runner:
 
     # -- calls --
 
-    def __call__(self, *args: torch.Tensor, batch: Batch | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, batch: Batch | None = None, **kwargs: Any) -> Any:
         """Run one step.
 
         Args:
-            *args: the forward's inputs in its order; N rows each in their row dimension.
+            *args: the forward's tensor inputs in its order, N rows each in their row dimensions;
+                or, where one of them is no tensor, its arguments in its order.
             batch: the requests behind the rows; None: one new request on scratch KV blocks.
-            **kwargs: inputs by name.
+            **kwargs: arguments by name. Those that were fixed at the build may be left out.
 
         Returns:
             The forward's result, with N rows wherever it has rows.
@@ -150,7 +149,8 @@ class Runner:
                 found = parts.dispatch.find(num_tokens, len(checked.query_lens), uniform)
             if found is None:
                 self._count_uncovered(parts, checked, uniform)
-            self._check_weights(all_of_them=parts.config.debug.check_addresses)
+            assert self._weights is not None
+            self._weights.check()
             if parts.workspace.stream is None and not torch.is_autocast_enabled("cpu"):
                 results = self._execute(parts, found, inputs, checked)
             else:
@@ -184,6 +184,30 @@ class Runner:
         from pcgsvc.embed import embed
 
         return embed(self, texts, truncate=truncate)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> LoadedState:
+        """Write new weights into the module in place; graphs read them from the next call on.
+
+        Everything is compared before anything is written, under the runner's lock: calls see all
+        of the old values or all of the new ones. No graph is captured again. Values may lie on any
+        device; they are copied.
+
+        Args:
+            state: tensors by the names of `module.state_dict()`, of the module's shapes and dtypes.
+                Of tied tensors one name is enough; several must have one value.
+            strict: whether names that are missing, or that the module does not have, are an error.
+
+        Returns:
+            The names that were left out, with `strict=False`.
+
+        Raises:
+            StateError: the state does not fit; nothing was written.
+            StaleAddressError: a weight's memory was replaced since capture.
+        """
+        with self._lock, self.on_stream():
+            stream = self.parts.workspace.stream
+            assert self._weights is not None
+            return self._weights.load(state, strict=strict, stream=stream)
 
     # -- inspection --
 
@@ -251,7 +275,7 @@ class Runner:
                 parts.workspace.stream.synchronize()
             parts.table.entries.clear()
             parts.table.owned.clear()
-            self._weights = []
+            self._weights = None
             self._plain_batches.clear()
             self._at_close()
             self._at_close = _nothing
@@ -312,39 +336,18 @@ class Runner:
         return [r.clone() for r in results] if self._clone else results
 
     def _bind(
-        self, parts: RunnerParts, args: Sequence[torch.Tensor], kwargs: dict[str, Any]
+        self, parts: RunnerParts, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, torch.Tensor], int]:
         """Match arguments with input buffers and return them with the row count."""
         specs = parts.workspace.inputs
         if len(args) == len(specs) and not kwargs:
             given = dict(zip(self._names, args, strict=True))
         else:
-            given = self._named(parts, args, kwargs)
+            given = parts.arguments.bind(args, kwargs)
         num_tokens = -1
         for spec in specs:
             num_tokens = _check_input(parts.workspace, spec, given[spec.name], num_tokens)
         return given, num_tokens
-
-    def _named(
-        self, parts: RunnerParts, args: Sequence[torch.Tensor], kwargs: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        """Match positional and named arguments with the inputs; constants must be as when built."""
-        names = self._names
-        given: dict[str, Any] = dict(zip(names, args, strict=False))
-        twice = set(given) & set(kwargs)
-        given |= kwargs
-        changed = {
-            k
-            for k, v in given.items()
-            if k not in names and not (k in parts.constants and _same(parts.constants[k], v))
-        }
-        if len(args) > len(names) or twice or changed or not set(names) <= set(given):
-            fixed = f", with {dict(parts.constants)} fixed when built" if parts.constants else ""
-            raise BatchError(
-                f"inputs: got {len(args)} positional and {sorted(kwargs)}; needed are "
-                f"{names}{fixed}."
-            )
-        return {name: given[name] for name in names}
 
     def _replay(
         self,
@@ -356,15 +359,14 @@ class Runner:
         mode, descriptor = key
         size, rows = descriptor.num_tokens, batch.num_tokens
         entry = parts.table.entries[key]
-        if id(entry) not in self._replayed:
-            self._check_weights(all_of_them=True)
-            self._replayed.add(id(entry))
         if parts.config.debug.poison:
             _poison(parts, entry)
         workspace = parts.workspace
         workspace.load(inputs, rows, size)
         query_len = parts.config.capture.uniform_query_len if descriptor.uniform else None
-        token = set_context(workspace.context(batch, size, query_len))
+        token = set_context(
+            workspace.context(batch, size, query_len, in_full_graph=mode is Mode.FULL)
+        )
         try:
             for step in entry.steps:
                 step()
@@ -391,8 +393,8 @@ class Runner:
     def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Call the module under the current context; results in the order of the graph's."""
         parts = self._open()
-        result = parts.module(**inputs, **parts.constants)
-        leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        result = parts.module(**inputs, **parts.arguments.constants)
+        leaves = tensors_in(result)
         flat: dict[int, torch.Tensor] = {}
         for (kind, index), leaf in zip(parts.outputs.leaves, leaves, strict=True):
             if kind == "graph":
@@ -458,73 +460,27 @@ class Runner:
             return torch.autocast(kind, enabled=False)
         return contextlib.nullcontext()
 
-    def _check_weights(self, *, all_of_them: bool) -> None:
-        """Compare weights with the memory that graphs were captured on: a few per call, in turn."""
-        weights = self._weights
-        if all_of_them:
-            chosen: Sequence[_Weight] = weights
-        else:
-            first = self._next_weight
-            chosen = weights[first : first + _WEIGHTS_PER_CALL]
-            after = first + _WEIGHTS_PER_CALL
-            self._next_weight = after if after < len(weights) else 0
-        for holder, key, tensor, address, name in chosen:
-            now: Any = holder.get(key)
-            if now is not tensor or (address and now.data_ptr() != address):
-                raise StaleAddressError(
-                    f"{name}: its memory was replaced after capture; the graphs read the old "
-                    "memory. Update weights in place (param.copy_(…), load_state_dict), or build "
-                    "the runner again."
-                )
-
 
 def _nothing() -> None:
     return None
 
 
-_Weight = tuple[dict[str, Any], str, Any, int, str]
-
-
-def _weights(parts: RunnerParts) -> list[_Weight]:
-    """Return (the dict that holds it, its key, the tensor, its address, its name) per weight."""
-    module, bound = parts.module, {id(t) for t in parts.workspace.tensors.values()}
-    if not isinstance(module, torch.nn.Module):
-        return []
-    found: list[_Weight] = []
-    for prefix, sub in module.named_modules(remove_duplicate=False):
-        for key, child in sub._modules.items():  # a replaced submodule brings other weights
-            if child is not None and any(id(t) in bound for t in tensors_of(child).values()):
-                found.append((sub._modules, key, child, 0, f"{prefix}.{key}".lstrip(".")))
-        for holder in (sub._parameters, sub._buffers):
-            for key, tensor in holder.items():
-                if tensor is not None and id(tensor) in bound:
-                    name = f"{prefix}.{key}".lstrip(".")
-                    found.append((holder, key, tensor, tensor.data_ptr(), name))
-    return found
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether a constant argument is what it was when built; arrays and tensors never are."""
-    if a is b:
-        return True
-    equal = type(a) is type(b) and a == b
-    return equal if isinstance(equal, bool) else False
-
-
 def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: int) -> int:
     """Return the row count after checking one input against its buffer."""
-    buffer, dim = workspace.buffers[spec.name], spec.dim
+    buffer, dims = workspace.buffers[spec.name], spec.dims
     if not isinstance(value, torch.Tensor) or value.dtype != buffer.dtype:
         got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise BatchError(f"{spec.name}: got {got}, a tensor of {buffer.dtype} is needed.")
     shape, wanted = list(value.shape), list(buffer.shape)
     rows = num_tokens
-    if dim is not None and dim < len(shape):
-        rows = wanted[dim] = shape[dim]
+    if dims and dims[0] < len(shape):
+        rows = shape[dims[0]]
+        for dim in dims:
+            wanted[dim] = rows
     if shape != wanted:
-        words = ["rows" if d == dim else str(n) for d, n in enumerate(buffer.shape)]
+        words = ["rows" if d in dims else str(n) for d, n in enumerate(buffer.shape)]
         raise BatchError(f"{spec.name}: got shape {tuple(shape)}, [{', '.join(words)}] is needed.")
-    if dim is None:
+    if not dims:
         return num_tokens
     if rows < 1 or num_tokens not in (-1, rows):
         before = f", the inputs before it have {num_tokens}" if num_tokens != -1 else ""

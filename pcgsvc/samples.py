@@ -7,16 +7,14 @@ Knows nothing of graphs.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import torch
 
+from pcgsvc.arguments import MakeInputs
 from pcgsvc.batch import Batch, CheckedBatch, check_batch
 from pcgsvc.errors import BatchError
 from pcgsvc.traced import InputSpec
 from pcgsvc.workspace import Workspace
-
-MakeInputs = Callable[[int, torch.Generator], dict[str, torch.Tensor]]
 
 
 class Samples:
@@ -81,13 +79,12 @@ class Samples:
 def fill_junk(specs: list[InputSpec], inputs: dict[str, torch.Tensor], first_row: int) -> None:
     """Overwrite the rows from `first_row` on: NaN for floats, other valid values for integers."""
     for spec in specs:
-        if spec.dim is None:
-            continue
         tensor = inputs[spec.name]
-        rows = tensor.shape[spec.dim]
-        tail = tensor.narrow(spec.dim, first_row, rows - first_row)
-        if tensor.is_floating_point():
-            tail.fill_(float("nan"))
-        elif rows > first_row:
-            order = torch.arange(rows - 1, first_row - 1, -1, device=tensor.device) % rows
-            tail.copy_(tensor.index_select(spec.dim, order).clone())
+        for dim in spec.dims:
+            rows = tensor.shape[dim]
+            tail = tensor.narrow(dim, first_row, rows - first_row)
+            if tensor.is_floating_point():
+                tail.fill_(float("nan"))
+            elif rows > first_row:
+                order = torch.arange(rows - 1, first_row - 1, -1, device=tensor.device) % rows
+                tail.copy_(tensor.index_select(dim, order).clone())

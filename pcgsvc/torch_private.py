@@ -175,6 +175,13 @@ class RecordingMode(TorchDispatchMode):
         return False
 
 
+def is_pytree_class(cls: type) -> bool:
+    """Whether torch's pytree takes instances of a class apart: built in, or registered."""
+    from torch.utils import _pytree
+
+    return cls in _pytree.SUPPORTED_NODES
+
+
 # ---- ops -----------------------------------------------------------------------------------------
 
 

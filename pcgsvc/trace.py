@@ -52,7 +52,7 @@ def trace(
     size = _pick_size(module, inputs)
     examples = [_example(spec, size) for spec in inputs]
     seen = Seen(examples)
-    function = _fresh_function(module, [spec.name for spec in inputs], constants)
+    function = _fresh_function(module, inputs, constants)
     before = Attributes(module)
     hook = [seen]  # Dynamo's caches keep the backend for ever; they must not keep the model
     try:
@@ -74,7 +74,7 @@ def trace(
 
 def _pick_size(module: Callable[..., Any], inputs: Sequence[InputSpec]) -> int:
     """Return a prime that is no dimension of any tensor in sight, so that no size is special."""
-    if not any(spec.dim is not None for spec in inputs):
+    if not any(spec.dims for spec in inputs):
         raise TraceError(
             "dynamic_dims: no input has a row dimension, so there is no size to capture for. Name "
             "one, e.g. dynamic_dims={'x': 0}."
@@ -83,31 +83,38 @@ def _pick_size(module: Callable[..., Any], inputs: Sequence[InputSpec]) -> int:
     for tensor in tensors_of(module).values():
         taken |= set(tensor.shape)
     for spec in inputs:
-        taken |= {n for d, n in enumerate(spec.example.shape) if d != spec.dim}
+        taken |= {n for d, n in enumerate(spec.example.shape) if d not in spec.dims}
     candidates: Iterator[int] = itertools.chain(_PRIMES, itertools.count(103, 2))
     return next(p for p in candidates if p not in taken)
 
 
 def _example(spec: InputSpec, size: int) -> torch.Tensor:
-    shape = list(spec.example.shape)
-    if spec.dim is None:
-        return torch.zeros_like(spec.example, memory_format=torch.contiguous_format)
-    shape[spec.dim] = size
-    example = torch.zeros(shape, dtype=spec.example.dtype, device=spec.example.device)
-    torch_private.mark_dynamic(example, spec.dim)
+    example = torch.zeros(spec.shape(size), dtype=spec.example.dtype, device=spec.example.device)
+    for dim in spec.dims:
+        torch_private.mark_dynamic(example, dim)
     return example
 
 
 def _fresh_function(
-    module: Callable[..., Any], names: Sequence[str], constants: Mapping[str, Any]
+    module: Callable[..., Any], inputs: Sequence[InputSpec], constants: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Return a function with a code object of its own.
 
     Dynamo counts recompilations per code object, and a class has one `forward`: without this the
     ninth runner of a class in one process would hit the recompile limit.
+
+    It compares the row dimensions with each other, which makes one symbol of them: inputs that
+    never meet in the forward would have independent ones.
     """
+    names = [spec.name for spec in inputs]
+    places = [(at, dim) for at, spec in enumerate(inputs) for dim in spec.dims]
 
     def traced(*tensors: torch.Tensor) -> Any:
+        at, dim = places[0]
+        rows = tensors[at].shape[dim]
+        for at, dim in places[1:]:
+            if tensors[at].shape[dim] != rows:
+                raise ValueError("inputs of other row counts")
         return module(**dict(zip(names, tensors, strict=True)), **constants)
 
     traced.__code__ = traced.__code__.replace(co_name=f"traced_{uuid.uuid4().hex}")

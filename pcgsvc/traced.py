@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pcgsvc.results import ResultTree
+
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
@@ -20,9 +22,19 @@ class InputSpec:
     name: str
     """Argument name."""
     example: torch.Tensor
-    """Any valid value; only dtype, device and the shape outside `dim` count."""
-    dim: int | None
-    """Dimension that carries the rows, or None for an input of fixed shape."""
+    """Any valid value; only dtype, device and the shape outside `dims` count."""
+    dims: tuple[int, ...]
+    """Dimensions that carry the rows, ascending; empty for an input of fixed shape."""
+
+    def shape(self, rows: int) -> list[int]:
+        """Return the input's shape for a row count."""
+        return [rows if d in self.dims else n for d, n in enumerate(self.example.shape)]
+
+    def cut(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return the first rows of an input, as a view."""
+        for dim in self.dims:
+            tensor = tensor.narrow(dim, 0, rows)
+        return tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +119,8 @@ class TracedGraph:
     """Flat results in tree order: ("graph", output index) or ("input", placeholder index)."""
     output_specs: list[TensorSpec]
     """Per graph output."""
-    out_tree: Any
-    """pytree spec of the forward's result; leaves that are no tensors are `constants`."""
+    out_tree: ResultTree
+    """Nesting of the forward's result; leaves that are no tensors are `constants`."""
     constants: dict[int, Any]
     """Leaves of the result that are constants (None, bool, str), by leaf index."""
     predicate: SizePredicate

@@ -18,7 +18,7 @@ from pcgsvc.config import Compiler, Mode
 from pcgsvc.dispatch import BatchDescriptor
 from pcgsvc.errors import BatchError, VerifyError
 from pcgsvc.expert_group import uses_group
-from pcgsvc.ops.context import use_context
+from pcgsvc.ops.context import ForwardContext, use_context
 from pcgsvc.ops.expert_choice import following, recorded_choices
 from pcgsvc.program import Direct
 from pcgsvc.rounding import HALF, redrawn
@@ -75,22 +75,23 @@ def _verify_entry(
     batch = samples.batch(true, uniform=descriptor.uniform)
     padded = samples.inputs(size)
     fill_junk(parts.workspace.inputs, padded, true)
-    alone = {
-        s.name: padded[s.name] if s.dim is None else padded[s.name].narrow(s.dim, 0, true)
-        for s in parts.workspace.inputs
-    }
+    alone = {s.name: s.cut(padded[s.name], true) for s in parts.workspace.inputs}
     state = {n: parts.workspace.tensors[n] for n in parts.mutated}
     with preserved(state), recorded_choices() as choices:
         got = replay_padded(runner, key, padded, batch)
         after = {n: t.clone() for n, t in state.items()}
     near = _near_ties(got)
     with preserved(state), following(choices, near):
-        same = plain(runner, padded, batch, size)
+        same = plain(runner, padded, batch, size, key)
         state_error = error_of(list(after.values()), list(state.values()))
+
+    states: list[dict[str, torch.Tensor]] = []
 
     def run_alone() -> list[torch.Tensor]:
         with preserved(state), following(choices, near):
-            return plain(runner, {k: v.contiguous() for k, v in alone.items()}, batch, true)
+            results = plain(runner, {k: v.contiguous() for k, v in alone.items()}, batch, true)
+            states.append({n: t.clone() for n, t in state.items()})
+            return results
 
     pure = run_alone()
     got_true = parts.outputs.cut(got, true)
@@ -100,6 +101,11 @@ def _verify_entry(
     worst = error_true if exact else max(error, error_true)
     tolerance_true = tolerance_of(pure, worst, run_alone, always=uses_group(parts.config))
     tolerance = 0.0 if exact else tolerance_true
+    spoilt = [
+        n
+        for n, wanted in states[0].items()
+        if error_of([after[n]], [wanted]) > (tolerance_true if wanted.dtype in TOLERANCE else 0.0)
+    ]
     return {
         "mode": mode.value,
         "size": size,
@@ -109,7 +115,8 @@ def _verify_entry(
         "tolerance": tolerance,
         "max_rel_err_true": error_true,
         "tolerance_true": tolerance_true,
-        "ok": error <= tolerance and error_true <= tolerance_true,
+        "spoilt_state": spoilt,
+        "ok": error <= tolerance and error_true <= tolerance_true and not spoilt,
     }
 
 
@@ -171,20 +178,39 @@ def replay_padded(
     size = key[1].num_tokens
     with runner.on_stream():
         parts.workspace.load(padded, size, size)
-        query_len = parts.config.capture.uniform_query_len if key[1].uniform else None
-        with use_context(parts.workspace.context(batch, size, query_len)):
+        with use_context(_context(parts, batch, size, key)):
             for step in parts.table.entries[key].steps:
                 step()
         return [t.clone() for t in parts.table.entries[key].outputs]
 
 
 def plain(
-    runner: Runner, inputs: Mapping[str, torch.Tensor], batch: CheckedBatch, rows: int
+    runner: Runner,
+    inputs: Mapping[str, torch.Tensor],
+    batch: CheckedBatch,
+    rows: int,
+    key: tuple[Mode, BatchDescriptor] | None = None,
 ) -> list[torch.Tensor]:
-    """Call the module itself on `rows` rows of which the batch's are true; return copies."""
-    workspace = runner.parts.workspace
-    with runner.on_stream(), use_context(workspace.context(batch, rows)):
+    """Call the module itself on `rows` rows of which the batch's are true; return copies.
+
+    `key`: the entry whose context the boundaries see, since they may choose their kernels by it;
+    None: that of any batch.
+    """
+    parts = runner.parts
+    with runner.on_stream(), use_context(_context(parts, batch, rows, key)):
         return [t.clone() for t in runner.run_module(inputs)]
+
+
+def _context(
+    parts: RunnerParts,
+    batch: CheckedBatch,
+    rows: int,
+    key: tuple[Mode, BatchDescriptor] | None,
+) -> ForwardContext:
+    uniform = key is not None and key[1].uniform
+    query_len = parts.config.capture.uniform_query_len if uniform else None
+    full = key is not None and key[0] is Mode.FULL
+    return parts.workspace.context(batch, rows, query_len, in_full_graph=full)
 
 
 @contextlib.contextmanager
@@ -239,16 +265,18 @@ def self_check(
                 )
                 continue
             row = _verify_entry(runner, parts, samples, key, random.Random(0))
+            if row["spoilt_state"] and row["num_tokens"] < row["size"]:
+                raise VerifyError(
+                    f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows: padding "
+                    f"rows reach the model's state {row['spoilt_state']}. Mask what goes into it "
+                    "with pcgsvc.true_rows, or write it in a splitting op, which knows the true "
+                    "row count."
+                )
             if (
                 row["max_rel_err_true"] > row["tolerance_true"]
                 and row["max_rel_err"] <= row["tolerance"]
             ):
-                raise VerifyError(
-                    f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows: padding "
-                    f"rows change the true ones by {row['max_rel_err_true']:.3g} (tolerance "
-                    f"{row['tolerance_true']:.3g}): the forward mixes rows outside its splitting "
-                    "ops. Move that into a splitting op, or set capture.self_check=false."
-                )
+                raise VerifyError(_mixes(row, parts, full=key[0] is Mode.FULL))
             if row["max_rel_err"] > row["tolerance"]:
                 raise VerifyError(
                     f"{row['mode']} size {row['size']}: the replay differs from the module on the "
@@ -256,6 +284,24 @@ def self_check(
                     "An op reads host state or memory that the graph does not rewrite; mark it "
                     "as a splitting op, or set capture.self_check=false to look into it."
                 )
+
+
+def _mixes(row: Mapping[str, Any], parts: RunnerParts, *, full: bool) -> str:
+    """Say what makes an entry right on padded inputs and wrong on the true rows."""
+    where = f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows"
+    gap = f"{row['max_rel_err_true']:.3g} (tolerance {row['tolerance_true']:.3g})"
+    text = (
+        f"{where}: padding rows change the true ones by {gap}: the forward mixes rows outside its "
+        "splitting ops. Move that into a splitting op, or set capture.self_check=false."
+    )
+    attention = parts.workspace.attention
+    if full and attention is not None:
+        text += (
+            f" Or attention={parts.config.attention.name} computes something else in full graphs "
+            f"than outside them: it claims support {attention.cudagraph_support.name}; "
+            "mode=piecewise keeps it outside."
+        )
+    return text
 
 
 def _check_one_row(runner: Runner, parts: RunnerParts, samples: Samples) -> None:

@@ -69,10 +69,9 @@ class Workspace:
     def _view(self, spec: InputSpec, size: int) -> torch.Tensor:
         """Return a contiguous view of `size` rows over the start of an input's buffer."""
         buffer = self.buffers[spec.name]
-        if spec.dim is None:
+        if not spec.dims:
             return buffer
-        shape = list(buffer.shape)
-        shape[spec.dim] = size
+        shape = spec.shape(size)
         return buffer.view(-1)[: math.prod(shape)].view(shape)
 
     def values(self, inputs: Mapping[str, torch.Tensor], size: int) -> list[Any]:
@@ -89,18 +88,27 @@ class Workspace:
         views = self.views(size)
         for spec in self.inputs:
             view, given = views[spec.name], inputs[spec.name]
-            if spec.dim is None or num_tokens == size:
+            if not spec.dims or num_tokens == size:
                 view.copy_(given, non_blocking=True)
-            else:
-                view.narrow(spec.dim, 0, num_tokens).copy_(given, non_blocking=True)
-                view.narrow(spec.dim, num_tokens, size - num_tokens).zero_()
+                continue
+            spec.cut(view, num_tokens).copy_(given, non_blocking=True)
+            for dim in spec.dims:
+                view.narrow(dim, num_tokens, size - num_tokens).zero_()
 
     def context(
-        self, batch: CheckedBatch, size: int, uniform_query_len: int | None = None
+        self,
+        batch: CheckedBatch,
+        size: int,
+        uniform_query_len: int | None = None,
+        *,
+        in_full_graph: bool = False,
     ) -> ForwardContext:
-        """Fill the metadata of one step and return its context."""
+        """Fill the metadata of one step, have the attention plan it, and return its context."""
         self.step.fill(batch, size)
-        return self._planned(self.step.context(batch, size, self.attention, uniform_query_len))
+        context = self.step.context(
+            batch, size, self.attention, uniform_query_len, in_full_graph=in_full_graph
+        )
+        return self._planned(context)
 
     def loose_context(self, batch: CheckedBatch) -> ForwardContext:
         """Return a context without padding; buffers of its own if the static ones are short."""
@@ -110,6 +118,14 @@ class Workspace:
             step = self.step_buffers(max(rows, step.max_tokens), max(reqs, step.max_reqs))
         step.fill(batch, rows)
         return self._planned(step.context(batch, rows, self.attention))
+
+    def static_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the memory that graphs were captured on, weights aside, by a name for messages."""
+        found = {f"input buffer {name}": buffer for name, buffer in self.buffers.items()}
+        if self.attention is not None:
+            layers = enumerate(self.attention.kv_cache)
+            found |= {f"KV cache of layer {at}": cache for at, cache in layers}
+        return found
 
     def _planned(self, context: ForwardContext) -> ForwardContext:
         if self.attention is not None:
@@ -135,10 +151,7 @@ class ShapeWorkspace(Workspace):
 
 
 def _buffer(spec: InputSpec, max_tokens: int, device: torch.device) -> torch.Tensor:
-    shape = list(spec.example.shape)
-    if spec.dim is not None:
-        shape[spec.dim] = max_tokens
-    return torch.zeros(shape, dtype=spec.example.dtype, device=device)
+    return torch.zeros(spec.shape(max_tokens), dtype=spec.example.dtype, device=device)
 
 
 def usable_sizes(config: Config) -> tuple[list[int], list[str]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pcgsvc
-from pcgsvc.arguments import input_specs, split_arguments
+from pcgsvc.arguments import input_specs, read_arguments
 from pcgsvc.config import (
     AttentionConfig,
     BenchConfig,
@@ -189,7 +189,7 @@ def make_config(
 def build(
     module: Callable[..., Any],
     example: Any = None,
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> pcgsvc.Runner:
     """Build a runner; by default of a model of one input x [rows, WIDTH]."""
@@ -202,11 +202,11 @@ def build(
 
 
 def trace_of(
-    module: Callable[..., Any], example: Any = None, dims: Mapping[str, int] | None = None
+    module: Callable[..., Any], example: Any = None, dims: Mapping[str, Any] | None = None
 ) -> TracedGraph:
     """Trace as the pipeline does."""
-    tensors, constants = split_arguments(module, rows(3) if example is None else example)
-    return trace(module, input_specs(tensors, dims or {"x": 0}), constants)
+    arguments, tensors = read_arguments(module, rows(3) if example is None else example)
+    return trace(module, input_specs(tensors, dims or {"x": 0}), dict(arguments.constants))
 
 
 def partition_of(

@@ -331,7 +331,7 @@ def test_help_lists_groups_and_settings(cli: Cli) -> None:
     (models,) = [
         line for line in done.out.splitlines() if line.startswith("  model=") and "|" in line
     ]
-    assert {"llama", "smollm2", "two_regions"} <= set(models.strip()[6:].split(" | "))
+    assert {"llama", "module", "smollm2", "two_regions"} <= set(models.strip()[6:].split(" | "))
     assert "capture.sizes=null" in done.out
     assert "Exit codes: 0 done" in done.out
     assert not done.files

@@ -400,14 +400,15 @@ def test_autocast_within_one_region_is_kept() -> None:
 
 
 def llama_partition(num_layers: int, **model: Any) -> Partition:
-    from pcgsvc.arguments import bundle_specs
+    from pcgsvc.arguments import input_specs
     from pcgsvc.config import Config, ModelConfig
     from pcgsvc.models.catalog import build_model
     from pcgsvc.trace import trace
 
     config = Config(model=ModelConfig(num_layers=num_layers, **model))
     bundle = build_model(config, device=torch.device("cpu"), dtype=torch.float32)
-    return partition_fx(trace(bundle.module, bundle_specs(bundle), {}), None)
+    example = bundle.make_inputs(2, torch.Generator().manual_seed(0))
+    return partition_fx(trace(bundle.module, input_specs(example, bundle.dynamic_dims), {}), None)
 
 
 @pytest.fixture(scope="module")

@@ -251,7 +251,8 @@ def module_key(module: Callable[..., Any], *inputs: InputSpec, **constants: Any)
 
 
 def spec(shape: tuple[int, ...] = (2, WIDTH), dim: int | None = 0, **kind: Any) -> InputSpec:
-    return InputSpec(name=kind.pop("name", "x"), example=torch.zeros(shape, **kind), dim=dim)
+    dims = () if dim is None else (dim,)
+    return InputSpec(name=kind.pop("name", "x"), example=torch.zeros(shape, **kind), dims=dims)
 
 
 def test_the_input_signature_counts_but_not_the_number_of_rows() -> None:

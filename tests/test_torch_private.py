@@ -534,6 +534,13 @@ def test_global_hooks_are_those_registered_for_every_module() -> None:
     assert hook not in private.global_hooks()
 
 
+def test_pytree_says_which_classes_it_takes_apart() -> None:
+    assert private.is_pytree_class(dict)
+    assert private.is_pytree_class(tuple)
+    assert not private.is_pytree_class(torch.Tensor)
+    assert not private.is_pytree_class(type("Mine", (), {}))
+
+
 # ---- tensors without memory ----------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
+from pcgsvc.results import flatten
 from pcgsvc.traced import TracedGraph
 
 
@@ -51,9 +52,21 @@ def test_the_row_dimension_need_not_be_the_first() -> None:
     assert traced.output_specs[0].row_dims() == (1,)
 
 
-def test_two_independent_dims_are_refused() -> None:
-    with pytest.raises(TraceError, match="independent"):
-        trace_of(lambda x, y: (x * 2, y + 1), (rows(3), rows(3)), {"x": 0, "y": 0})
+def test_inputs_that_never_meet_have_one_row_count_by_declaration() -> None:
+    traced = trace_of(lambda x, y: (x * 2, y + 1), (rows(3), rows(3)), {"x": 0, "y": 0})
+    assert len(sizes(traced)) == 1
+    assert [spec.shape for spec in traced.output_specs] == [("s", WIDTH), ("s", WIDTH)]
+    assert traced.predicate.conditions == ()
+
+
+def test_one_input_may_have_rows_in_several_dims() -> None:
+    traced = trace_of(
+        lambda x, mask: (mask @ x, mask.T * 2),
+        (rows(3), torch.ones(3, 3)),
+        {"x": 0, "mask": [0, -1]},
+    )
+    assert [spec.shape for spec in traced.output_specs] == [("s", WIDTH), ("s", "s")]
+    assert traced.output_specs[1].row_dims() == (0, 1)
 
 
 SIZES = list(range(200))
@@ -250,12 +263,20 @@ class Unregistered:
     logits: torch.Tensor
 
 
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: Any
+
+
 TREES: dict[str, Callable[[torch.Tensor], Any]] = {
     "tensor": lambda x: x * 2,
     "tuple": lambda x: (x * 2, x + 1),
     "list": lambda x: [x * 2, [x + 1]],
     "dict": lambda x: {"b": x * 2, "a": {"c": x + 1}},
     "dataclass": lambda x: Result(logits=x * 2, extra="word"),
+    "unregistered dataclass": lambda x: Unregistered(x * 2),
+    "named tuple": lambda x: Pair(x * 2, {"b": Unregistered(x + 1)}),
+    "return type": lambda x: x.max(1),
     "None inside": lambda x: (None, x * 2, None),
     "one tensor twice": lambda x: (lambda y: {"a": y, "b": y})(x * 2),
     "identity": lambda x: x,
@@ -269,7 +290,7 @@ TREES: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_the_result_s_structure_is_known(name: str) -> None:
     function = TREES[name]
     traced = trace_of(function)
-    wanted, tree = pytree.tree_flatten(function(rows(3)))
+    wanted, tree = flatten(function(rows(3)))
     assert traced.out_tree == tree
     tensors = [leaf for leaf in wanted if isinstance(leaf, torch.Tensor)]
     assert len(traced.outputs) == len(tensors)
@@ -284,9 +305,26 @@ def test_a_number_as_result_is_refused() -> None:
         trace_of(lambda x: (x * 2, x.shape[0]))
 
 
-def test_an_unregistered_dataclass_as_result_is_refused_with_the_way_out() -> None:
-    with pytest.raises(TraceError, match="register_dataclass"):
-        trace_of(lambda x: Unregistered(x * 2))
+@dataclasses.dataclass
+class HoldsMore:
+    logits: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.more = 1
+
+
+def test_a_dataclass_that_holds_more_than_its_fields_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TraceError, match=r"HoldsMore(.|\n)*its fields and nothing else"):
+        trace_of(lambda x: HoldsMore(x * 2))
+
+
+def test_an_object_of_another_kind_as_result_is_refused_by_name() -> None:
+    class Box:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    with pytest.raises(TraceError, match="got Box"):
+        trace_of(lambda x: Box(x * 2))
 
 
 # ---- side effects --------------------------------------------------------------------------------
@@ -335,8 +373,9 @@ def test_a_stored_tensor_is_refused_with_its_line_and_the_module_as_before(how: 
 
 def test_a_python_counter_is_refused_by_name() -> None:
     module = Stores("counter")
-    with pytest.raises(TraceError, match="calls"):
+    with pytest.raises(TraceError, match="sets 'calls'") as caught:
         trace_of(module)
+    assert line_of(Stores, "self.calls += 1") in str(caught.value)
     assert module.calls == 0
 
 
@@ -373,6 +412,12 @@ def test_an_in_place_write_to_an_input_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"writes .*'x'"):
         trace_of(forward)
+
+
+def test_a_transposed_input_as_result_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TraceError, match=r"returns \.T of input 1(.|\n)*clone"):
+        trace_of(lambda x: x.T)
+    assert trace_of(lambda x: x.T.clone()).output_specs[0].row_dims() == (1,)
 
 
 def test_a_failed_trace_leaves_the_module_as_it_was() -> None:

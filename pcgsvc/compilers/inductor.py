@@ -152,8 +152,13 @@ def _options(config: CompilerConfig, cut: Sequence[str]) -> dict[str, Any]:
     """Return what Inductor is told; `cut`: the splitting ops that an artifact calls by itself."""
     # Graphs are captured by our own session; Inductor's trees under it would only cost time.
     # A precompiled header makes the first C++ compile take twice as long, and needs the compiler
-    # even to load an artifact.
-    ours = {"triton.cudagraphs": False, "cpp_cache_precompile_headers": False}
+    # even to load an artifact. Freezing would fold weights into the code, where new ones would not
+    # be seen; an environment variable switches it on.
+    ours = {
+        "triton.cudagraphs": False,
+        "cpp_cache_precompile_headers": False,
+        "freezing": False,
+    }
     tuning = torch_private.tuning_options(
         max_autotune=config.max_autotune,
         combo_kernels=config.combo_kernels,

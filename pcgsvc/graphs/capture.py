@@ -129,26 +129,30 @@ def _capture_one(
     program = program.for_size(size)
     before = _free_bytes(workspace)
     batch = prepare(descriptor)
-    context = workspace.context(
-        batch, size, options.uniform_query_len if descriptor.uniform else None
-    )
+    query_len = options.uniform_query_len if descriptor.uniform else None
+
+    def step() -> ForwardContext:
+        """Return the context of one run; every run is planned anew, as every call is."""
+        return workspace.context(batch, size, query_len, in_full_graph=mode is Mode.FULL)
+
     values = workspace.values(workspace.views(size), size)
     started = time.perf_counter()
-    with use_context(context):
-        if not any(k[1].num_tokens == size for k in table.entries):
-            try:
-                warm_up(program, values, options.warmup_calls)
-            except PcgError:
-                raise
-            except Exception as error:
-                if isinstance(engine, CudaEngine):
-                    _probe(error)
-                raise CaptureError(
-                    f"warming up {mode.value} size {size} failed: {type(error).__name__}: "
-                    f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-                ) from error
-        warmed = time.perf_counter()
-        table.warmup_seconds += warmed - started
+    # Boundaries may launch other kernels for uniform batches: those are warmed up as well.
+    if not any(k[1] == descriptor for k in table.entries):
+        try:
+            warm_up(program, values, step, options.warmup_calls)
+        except PcgError:
+            raise
+        except Exception as error:
+            if isinstance(engine, CudaEngine):
+                _probe(error)
+            raise CaptureError(
+                f"warming up {mode.value} size {size} failed: {type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            ) from error
+    warmed = time.perf_counter()
+    table.warmup_seconds += warmed - started
+    with use_context(step()) as context:
         entry = _record(
             program,
             engine,
@@ -190,10 +194,13 @@ def _capture_one(
     )
 
 
-def warm_up(program: Program, values: list[object], calls: int) -> None:
+def warm_up(
+    program: Program, values: list[object], step: Callable[[], ForwardContext], calls: int
+) -> None:
     """Run a program plainly, so that lazy initialisation and autotuning happen outside graphs."""
     for _ in range(calls):
-        program.run(values, Direct())
+        with use_context(step()):
+            program.run(values, Direct())
 
 
 def _record(

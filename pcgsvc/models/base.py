@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
+from pcgsvc.arguments import Arguments, DynamicDims, MakeInputs
 from pcgsvc.ops.attention import AttentionSpec
 
 
@@ -48,10 +47,10 @@ class ModelBundle:
 
     module: Callable[..., Any]
     """Called with inputs by name; an nn.Module in eval mode, on its device, without grad."""
-    make_inputs: Callable[[int, torch.Generator], dict[str, torch.Tensor]]
+    make_inputs: MakeInputs
     """`make_inputs(rows, generator)`: fresh valid inputs by the forward's argument names."""
-    dynamic_dims: dict[str, int]
-    """Which dimension of which input carries the rows (tokens)."""
+    dynamic_dims: DynamicDims
+    """Which dimension, or dimensions, of which input carry the rows (tokens)."""
     attention: AttentionSpec | None = None
     """Set for models whose boundaries are `pcgsvc::attention`."""
     tokenizer: Tokenizer | None = None
@@ -62,5 +61,7 @@ class ModelBundle:
     embedding: EmbeddingSpec | None = None
     """Set for encoders: takes (input_ids [T], positions [T], token_types [T]) and returns hidden
     rows [T, E]."""
+    arguments: Arguments | None = None
+    """The forward's arguments; None: its inputs, and no others."""
     source_files: list[str] = field(default_factory=list)
     """Files whose text decides what the forward computes, besides those that tracing reads."""

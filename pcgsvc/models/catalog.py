@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from pcgsvc import torch_private
 from pcgsvc.config import Config, ModelConfig, to_dict
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.models import encoder, encoder_family, llama_moe, smollm2, two_regions
+from pcgsvc.models import module as users
 from pcgsvc.models.base import ModelBundle, Tokenizer
 from pcgsvc.models.checkpoint import Checkpoint, check_explicit, load_weights, open_checkpoint
 from pcgsvc.models.hf import family as hf
@@ -34,14 +36,15 @@ class Family:
     """The `model.*` settings that it reads, `name` aside."""
     validate: Callable[[Config], object]
     """Checks what the settings say, without building anything."""
-    build: Callable[[Config, torch.device, torch.dtype], ModelBundle]
+    build: Callable[[Config, torch.device, Any], ModelBundle]
     """Makes the model. For a plan it is called where tensors have no values: it then reads no
     checkpoint and checks no result (`torch_private.shapes_only`)."""
 
 
 def families() -> dict[str, Family]:
     """Return the model families by the name that `model=` takes."""
-    every = frozenset(f.name for f in fields(ModelConfig)) - {"name"} - hf.SETTINGS
+    own = {"target", "kwargs", "inputs"}  # of model=module
+    every = frozenset(f.name for f in fields(ModelConfig)) - {"name"} - hf.SETTINGS - own
     dense = every - {"moe"}
     return {
         "llama": Family(dense, _open_llama, _build_llama),
@@ -52,6 +55,7 @@ def families() -> dict[str, Family]:
         "minilm": Family(
             encoder.SETTINGS - {"preset"}, encoder_family.open_of, encoder_family.build
         ),
+        "module": Family(frozenset(own | {"weights"}), users.validate, users.build),
         "two_regions": Family(frozenset({"hidden_size"}), two_regions.validate, two_regions.build),
     }
 
@@ -68,10 +72,10 @@ def validate_model(config: Config) -> None:
     _find_family(config.model).validate(config)
 
 
-def build_model(config: Config, *, device: torch.device, dtype: torch.dtype) -> ModelBundle:
+def build_model(config: Config, *, device: torch.device, dtype: torch.dtype | None) -> ModelBundle:
     """Build the model of `config.model`; see `ModelBundle` for its state.
 
-    Random weights come from `config.seed`.
+    Random weights come from `config.seed`. `dtype=None` (`model=module` only): as it is made.
 
     Raises:
         ConfigError: as `validate_model`.

@@ -115,7 +115,15 @@ class AttentionBackend(abc.ABC):
         """Per layer [2, N, S, K, D]."""
 
     def plan(self, context: ForwardContext) -> None:  # noqa: B027 - optional hook
-        """Prepare one step on the host; called once per step, outside all segments."""
+        """Prepare one step; called once before each, warm-up and capture runs included.
+
+        Always outside captured segments and on the runner's stream: host fields of `context` may be
+        read, and copies to the device are ordered before `forward`. Where
+        `context.in_full_graph`, `forward` itself was captured: what it reads must lie at the
+        address that was planned into when the same `context.padded_tokens` and
+        `context.uniform_query_len` were captured. Host memory that a copy is queued from must stay
+        as it is until the copy is done.
+        """
 
     @abc.abstractmethod
     def forward(
@@ -154,7 +162,10 @@ def attention(
     context = current_context()
     backend = context.attention
     if backend is None:
-        raise ConfigError("pcgsvc::attention was called for a model that declared no attention.")
+        raise ConfigError(
+            "pcgsvc::attention was called for a model that declared no attention; pass "
+            "attention=pcgsvc.AttentionSpec(...) to build_runner."
+        )
     backend.forward(q, k, v, output, layer, context)
 
 

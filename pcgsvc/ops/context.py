@@ -36,16 +36,19 @@ class ForwardContext:
         num_tokens_tensor [1]: the true row count.
 
     Host fields (raise `HostReadError` while a segment is captured):
-        num_tokens: true rows. query_lens, seq_lens_host: per request. extras: the caller's own.
+        num_tokens: true rows. query_lens, seq_lens_host, block_tables_host: per request. extras:
+        the caller's own.
     """
 
     __slots__ = (
+        "_block_tables",
         "_extras",
         "_num_tokens",
         "_query_lens",
         "_seq_lens",
         "attention",
         "block_tables",
+        "in_full_graph",
         "in_segment",
         "kv_lens",
         "num_tokens_tensor",
@@ -74,6 +77,8 @@ class ForwardContext:
         attention: AttentionBackend | None = None,
         extras: Mapping[str, Any] | None = None,
         uniform_query_len: int | None = None,
+        in_full_graph: bool = False,
+        block_tables_host: Any = None,
     ) -> None:
         self.in_segment = False
         """Set by the capture session while a segment is being captured or recorded."""
@@ -81,11 +86,16 @@ class ForwardContext:
         """Rows of every row-wise tensor of this step; constant for a captured entry."""
         self.uniform_query_len = uniform_query_len
         """Rows per request if an entry is captured for uniform batches only, else None."""
+        self.in_full_graph = in_full_graph
+        """Whether this step is, or will be, replayed from one full graph: every launch and every
+        address of the boundaries was fixed at capture, and only the content of memory may change.
+        Else the boundaries run eagerly."""
         self.attention = attention
         """The runner's attention backend, which owns the KV cache; None for other models."""
         self._num_tokens = num_tokens
         self._query_lens = query_lens
         self._seq_lens = seq_lens_host
+        self._block_tables = block_tables_host
         self._extras = extras or {}
         self.slot_mapping = slot_mapping
         self.token_to_req = token_to_req
@@ -123,6 +133,12 @@ class ForwardContext:
         return self._seq_lens
 
     @property
+    def block_tables_host(self) -> Any:
+        """KV blocks of each request as a numpy array [requests, blocks]; None without a cache."""
+        self._host("block_tables_host")
+        return self._block_tables
+
+    @property
     def extras(self) -> Mapping[str, Any]:
         """What the caller put into `Batch.extras`."""
         self._host("extras")
@@ -147,6 +163,11 @@ def current_context() -> ForwardContext:
             "outside a runner. Call it through runner(...), or under pcgsvc.ops.use_context(...)."
         )
     return context
+
+
+def find_context() -> ForwardContext | None:
+    """Return the context of the step that is running in this thread, or None."""
+    return _CONTEXT.get()
 
 
 def set_context(context: ForwardContext) -> contextvars.Token[ForwardContext | None]:

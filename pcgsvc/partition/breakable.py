@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
+from pcgsvc.blame import line_that_sets
 from pcgsvc.errors import CaptureError, SplitError, TraceError
 from pcgsvc.image import PieceInfo, ProgramImage
 from pcgsvc.ops.breaks import handle_breaks
@@ -28,6 +29,7 @@ from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.partition.pieces import Kind
 from pcgsvc.partition.submodules import Calls, in_place, watched
 from pcgsvc.program import Boundaries, ProgramSpec, Step
+from pcgsvc.results import flatten, tensors_in
 from pcgsvc.samples import Samples
 from pcgsvc.trace import Attributes
 from pcgsvc.traced import Binding, SizePredicate, TensorSpec
@@ -62,8 +64,7 @@ class ModulePiece:
         with in_place(self._module, self.forwards):
             result = self._module(**given_names, **self._constants)
         given = {id(a) for a in args}
-        leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        return [t for t in leaves if id(t) not in given]
+        return [t for t in tensors_in(result) if id(t) not in given]
 
     def source(self) -> str:
         """See `CompiledPiece.source`."""
@@ -115,10 +116,11 @@ def learn(
     finally:
         changed = before.restore()
     if changed:
+        lines = [f" at {line}" for name in changed if (line := line_that_sets(module, name))]
         raise CaptureError(
-            f"the forward sets {sorted(changed)}: a Python side effect, which would happen once, "
-            "at capture, and never again. Write into a registered buffer in place, or do it in a "
-            "@pcgsvc.eager_break."
+            f"the forward sets {sorted(changed)}{', '.join(lines)}: a Python side effect, which "
+            "would happen once, at capture, and never again. Write into a registered buffer in "
+            "place, or do it in a @pcgsvc.eager_break."
         )
     first, again, other = runs
     _refuse_changing_arguments(first, again)
@@ -285,8 +287,8 @@ def _refuse_unmarked_attention(run: _Run) -> None:
 
 
 def _image(workspace: Workspace, one: _Run, other: _Run, sizes: tuple[int, int]) -> ProgramImage:
-    leaves, tree = pytree.tree_flatten(one.result)
-    twins = pytree.tree_leaves(other.result)
+    leaves, tree = flatten(one.result)
+    twins, _ = flatten(other.result)
     inputs = {id(v): at for at, v in enumerate(one.views.values())}
     outputs: list[tuple[str, int]] = []
     constants: dict[int, Any] = {}
@@ -317,7 +319,8 @@ def _image(workspace: Workspace, one: _Run, other: _Run, sizes: tuple[int, int])
         ),
         outputs=tuple(outputs),
         output_specs=tuple(specs),
-        out_tree=pytree.treespec_dumps(tree),
+        out_tree=None,
+        live_tree=tree,
         constants=constants,
         predicate=SizePredicate(()),
         mutated=tuple(n for n, t in workspace.tensors.items() if not _is_parameter(t)),

@@ -165,10 +165,8 @@ def _specs(
             constants[key] = value
             continue
         pairs = zip(value.shape, other[key].shape, strict=True)
-        dims = [d for d, (a, b) in enumerate(pairs) if a != b]
-        if len(dims) > 1:
-            raise CompileError(f"argument {key!r} has several row dimensions")
-        specs.append(InputSpec(name=key, example=value, dim=dims[0] if dims else None))
+        dims = tuple(d for d, (a, b) in enumerate(pairs) if a != b)
+        specs.append(InputSpec(name=key, example=value, dims=dims))
     return specs, constants
 
 
@@ -187,7 +185,7 @@ def _forward(
     signature = inspect.signature(sub.forward)
     tensors = {n: t for n, t in tensors_of(sub).items() if n in traced.tensors}
     names = [spec.name for spec in specs]
-    rows = [(spec.name, spec.dim) for spec in specs if spec.dim is not None]
+    rows = [(spec.name, dim) for spec in specs for dim in spec.dims]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
@@ -204,7 +202,7 @@ def _forward(
         flat = [
             traced.constants[i] if i in traced.constants else next(leaves) for i in range(count)
         ]
-        return pytree.tree_unflatten(flat, traced.out_tree)
+        return traced.out_tree.build(flat)
 
     return forward
 

@@ -15,18 +15,17 @@ import time
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.arguments import bundle_specs
 from pcgsvc.config import Config, resolve, validate
-from pcgsvc.devices import device_of, dtype_of, is_here
+from pcgsvc.devices import device_of, is_here
 from pcgsvc.errors import ConfigError, PcgError
 from pcgsvc.models.base import ModelBundle
-from pcgsvc.models.catalog import build_model, validate_model
+from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.context import ForwardContext
 from pcgsvc.ops.support import Support
 from pcgsvc.progress import Progress
-from pcgsvc.request import Planned, Request
+from pcgsvc.request import Planned, Request, arguments_of, make_bundle
 from pcgsvc.sizing.auto import with_sizes
 from pcgsvc.traced import InputSpec
 
@@ -70,6 +69,9 @@ def plan_request(config: Config, progress: Progress, *, real: str | None = None)
     planned = Planned(target=target, fake=torch_private.fake_tensors(), notes=[], warnings=[])
     if real is not None:
         need_values(planned, real)
+    elif config.model.name == "module":
+        planned.fake = contextlib.nullcontext()  # a constructor of the user's may need values
+        planned.notes.append("model=module is made as it is, with its weights in memory")
     home = target if is_here(target) else torch.device("cpu")
     if home != target:
         planned.notes.append(
@@ -89,7 +91,7 @@ def plan_request(config: Config, progress: Progress, *, real: str | None = None)
         device=home,
         bundle=bundle,
         inputs=inputs,
-        constants={},
+        arguments=arguments_of(bundle, inputs),
         weights_s=time.perf_counter() - started,
         planned=planned,
         sizes=sizes,
@@ -120,14 +122,13 @@ def _build(
 
 
 def _swappable(planned: Planned) -> contextlib.AbstractContextManager[None]:
-    if planned.warnings:
+    if isinstance(planned.fake, contextlib.nullcontext):
         return contextlib.nullcontext()
     return torch_private.swappable(planned.fake)
 
 
 def _made(config: Config, home: torch.device) -> tuple[ModelBundle, list[InputSpec]]:
-    bundle = build_model(config, device=home, dtype=dtype_of(config))
-    return bundle, bundle_specs(bundle)
+    return make_bundle(config, home)
 
 
 def need_values(planned: Planned, why: str) -> None:

@@ -92,7 +92,11 @@ def _headline(out: Console, report: dict[str, Any]) -> None:
         f"{report['pcgsvc']}, torch {report['torch']}, {escape(report['device'])}, "
         f"{config['dtype']}",
     )
-    cache = "" if model["name"] in _NO_CACHE else f", attention {config['attention']['name']}"
+    cut = [op["name"] for op in report["partition"]["splitting_ops"]]
+    without = model["name"] in _NO_CACHE or (
+        model["name"] == "module" and "pcgsvc::attention" not in cut
+    )
+    cache = "" if without else f", attention {config['attention']['name']}"
     _fact(out, "model", f"{model['name']} {_which(model)}".rstrip() + cache)
     text = f"[bold]{mode['resolved']}[/]"
     if mode["requested"] != mode["resolved"]:
@@ -102,6 +106,8 @@ def _headline(out: Console, report: dict[str, Any]) -> None:
 
 def _which(model: dict[str, Any]) -> str:
     """Return which of a family's models it is."""
+    if model["name"] == "module":
+        return escape(str(model["target"]))
     named = model["weights"] or model["path"] or model["config"]
     if named is not None:
         return escape(Path(named).name)

@@ -1,0 +1,340 @@
+"""New weights in a running model, and weights that are no longer where the graphs read them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import WIDTH, attended, build, make_config, rows, toy
+from model_helpers import make_context
+from torch import nn
+
+import pcgsvc
+from pcgsvc.config import Strategy
+from pcgsvc.errors import ConfigError, PcgError, StaleAddressError, StateError
+from pcgsvc.ops.context import use_context
+
+
+def plain(module: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad(), use_context(make_context(None, [len(x)])):
+        return module(x)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's as well, a buffer, and a plain tensor attribute."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mid = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.randn(WIDTH))
+        self.register_buffer("hidden", torch.randn(WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = attended(self.mid(self.embed(x)) + self.shift + self.hidden)
+        return self.head(y)
+
+
+def tied(seed: int = 0) -> Tied:
+    return Tied(seed).eval().requires_grad_(False)
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["none", "piecewise", "breakable"])
+def test_a_new_state_is_used_from_the_next_call_on_without_recapture(mode: str) -> None:
+    module, other = toy(2), toy(2, seed=9)
+    config = make_config("piecewise" if mode == "breakable" else mode, [4])
+    if mode == "breakable":
+        config.partition.strategy = Strategy.BREAKABLE
+    with pcgsvc.build_runner(module, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
+        entries = dict(runner.parts.table.entries)
+        kept = [p.data_ptr() for p in module.parameters()]
+        before = runner(rows(3))
+        assert runner.load_state_dict(other.state_dict()) == ([], [])
+        got = runner(rows(3))
+        assert not torch.equal(got, before)
+        torch.testing.assert_close(got, plain(other, rows(3)))
+        torch.testing.assert_close(runner(rows(9)), plain(other, rows(9)))
+        assert runner.parts.table.entries == entries
+        assert [p.data_ptr() for p in module.parameters()] == kept
+
+
+def test_a_full_graph_reads_new_weights() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    with build(module, {"input": rows(3)}, {"input": 0}, mode="full", sizes=[4]) as runner:
+        assert runner.plan(3).mode.value == "full"
+        runner.load_state_dict({k: v * 2 + 1 for k, v in module.state_dict().items()})
+        torch.testing.assert_close(runner(rows(3)), plain(module, rows(3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [False, True])
+def test_inductor_folds_no_weight_into_its_code(asked: bool) -> None:
+    import torch._inductor.config
+
+    module, other = toy(1), toy(1, seed=9)
+    config = make_config(sizes=[4], compiler="inductor")
+    with (
+        torch._inductor.config.patch(freezing=asked),  # as its environment variable does
+        pcgsvc.build_runner(module, rows(3), dynamic_dims={"x": 0}, config=config) as runner,
+    ):
+        runner.load_state_dict(other.state_dict())
+        torch.testing.assert_close(runner(rows(3)), plain(other, rows(3)))
+
+
+def test_folding_weights_into_code_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"compiler\.options\.freezing"):
+        pcgsvc.load_runner(["compiler=inductor", "compiler.options={freezing: true}"])
+
+
+def test_tied_weights_need_one_value() -> None:
+    module, other = tied(), tied(seed=1)
+    with build(module, sizes=[4]) as runner:
+        state = other.state_dict()
+        assert {"embed.weight", "head.weight"} <= set(state)
+        assert "hidden" not in state
+        one = {k: v for k, v in state.items() if k != "embed.weight"}
+        assert runner.load_state_dict(one) == ([], [])
+        assert torch.equal(module.embed.weight, other.head.weight)
+        assert module.head.weight is module.embed.weight
+        assert runner.load_state_dict({k: v.clone() for k, v in state.items()}) == ([], [])
+        two = dict(state, **{"head.weight": state["head.weight"] + 1})
+        with pytest.raises(StateError, match=r"embed\.weight and head\.weight are one tensor"):
+            runner.load_state_dict(two)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": ({"mid.bias": torch.ones(5)}, r"mid\.bias: got shape \[5\], \[4\] is needed"),
+    "scalar": ({"mid.bias": torch.ones(())}, r"mid\.bias: got shape \[\], \[4\]"),
+    "dtype": ({"shift": torch.ones(4).double()}, r"shift: got torch.float64, torch.float32"),
+    "no tensor": ({"shift": [1.0] * 4}, "shift: got a list, a tensor is needed"),
+    "meta": ({"shift": torch.ones(4, device="meta")}, "shift: got a tensor without dense memory"),
+    "sparse": ({"shift": torch.ones(4).to_sparse()}, "shift: got a tensor without dense memory"),
+    "unexpected": ({"mid.wieght": torch.ones(4, 4)}, r"the module has no mid\.wieght"),
+    "missing": ({"mid.weight": None}, r"the state lacks mid\.weight"),
+    "missing ties": (
+        {"embed.weight": None, "head.weight": None},
+        r"the state lacks embed\.weight, head\.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_state_that_does_not_fit_is_refused_with_nothing_written(case: str) -> None:
+    changes, words = FAULTS[case]
+    module = tied()
+    with build(module, sizes=[4]) as runner:
+        kept = {k: v.clone() for k, v in module.state_dict().items()}
+        before = runner(rows(3))
+        state = {**{k: v + 1 for k, v in kept.items()}, **changes}
+        if case.startswith("missing"):
+            state = {k: v for k, v in state.items() if v is not None}
+        with pytest.raises(StateError, match=f"nothing was written(.|\\n)*{words}"):
+            runner.load_state_dict(state)
+        assert all(torch.equal(v, kept[k]) for k, v in module.state_dict().items())
+        assert torch.equal(runner(rows(3)), before)
+
+
+def test_not_strict_writes_what_there_is_and_says_what_is_not() -> None:
+    module = tied()
+    with build(module, sizes=[4]) as runner:
+        kept = module.mid.weight.clone()
+        left = runner.load_state_dict({"shift": torch.ones(WIDTH), "more": rows(1)}, strict=False)
+        assert left.unexpected_keys == ["more"]
+        assert left.missing_keys == ["embed.weight", "head.weight", "mid.weight", "mid.bias"]
+        assert torch.equal(module.shift, torch.ones(WIDTH))
+        assert torch.equal(module.mid.weight, kept)
+        with pytest.raises(StateError, match="shift: got shape"):
+            runner.load_state_dict({"shift": torch.ones(1)}, strict=False)
+        torch.testing.assert_close(runner(rows(3)), plain(module, rows(3)))
+
+
+def test_a_state_made_of_the_module_s_own_tensors_is_read_before_it_is_written() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
+    with build(module, {"input": rows(3)}, {"input": 0}, sizes=[4]) as runner:
+        old = {k: v.clone() for k, v in module.state_dict().items()}
+        own = module.state_dict()
+        swapped = {k: own[("1" if k[0] == "0" else "0") + k[1:]] for k in own}
+        runner.load_state_dict(swapped)
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, old[("1" if name[0] == "0" else "0") + name[1:]])
+        runner.load_state_dict(module.state_dict())
+        torch.testing.assert_close(runner(rows(3)), plain(module, rows(3)))
+
+
+class Extra(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if how == "hook":
+            self.register_state_dict_post_hook(self._double)
+
+    @staticmethod
+    def _double(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state["linear.weight"] = state["linear.weight"] * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class WithExtraState(Extra):
+    def get_extra_state(self) -> Any:
+        return {"a": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(Extra("hook"), "linear.weight"), (WithExtraState(""), "_extra_state")],
+)
+def test_a_state_that_is_not_the_tensors_themselves_is_refused(module: Any, name: str) -> None:
+    with (
+        build(module.eval(), sizes=[4]) as runner,
+        pytest.raises(StateError, match=f"'{name}' of .* is none of its parameters"),
+    ):
+        runner.load_state_dict(module.state_dict())
+
+
+def test_a_runner_of_a_function_and_other_arguments_are_refused() -> None:
+    with build(lambda x: x * 2, sizes=[4]) as runner, pytest.raises(StateError, match="function"):
+        runner.load_state_dict({})
+    with build(toy(1), sizes=[4]) as runner:
+        with pytest.raises(StateError, match="got a list"):
+            runner.load_state_dict([("a", 1)])  # type: ignore[arg-type]
+        runner.close()
+        with pytest.raises(PcgError, match="closed"):
+            runner.load_state_dict({})
+
+
+def test_weights_made_under_inference_mode_are_written_too() -> None:
+    with torch.inference_mode():
+        module = tied()
+    with build(module, sizes=[4]) as runner:
+        state = {k: v.clone() + 1 for k, v in module.state_dict().items()}
+        runner.load_state_dict(state)
+        assert all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
+
+
+def test_calls_of_other_threads_see_one_state_or_the_other() -> None:
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]).eval()
+    states = [{k: torch.eye(WIDTH) * scale for k in module.state_dict()} for scale in (1.0, 2.0)]
+    with build(module, {"input": rows(3)}, {"input": 0}, sizes=[4]) as runner:
+        runner.load_state_dict(states[0])
+        x, wrong, stop = rows(3), [], threading.Event()
+
+        def call() -> None:
+            while not stop.is_set():
+                got = runner(x)
+                if not any(torch.equal(got, x * scale**6) for scale in (1.0, 2.0)):
+                    wrong.append(got)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        for at in range(60):
+            runner.load_state_dict(states[at % 2])
+        stop.set()
+        thread.join()
+        assert not wrong
+
+
+# ---- replaced memory -----------------------------------------------------------------------------
+
+
+class Attribute(nn.Module):
+    """Tensors that are no parameters or buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.full((WIDTH,), 2.0)
+        self.table = {"a": torch.ones(WIDTH)}
+        self.parts = [torch.ones(WIDTH), torch.ones(WIDTH)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return attended(x * self.scale + self.table["a"] + self.parts[1])
+
+
+NEW = torch.zeros(WIDTH)
+ATTRIBUTES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "attribute": (lambda m: setattr(m, "scale", NEW), "^scale: its memory"),
+    "in a dict": (lambda m: m.table.update(a=NEW), r"^table\['a'\]: its memory"),
+    "in a list": (lambda m: m.parts.__setitem__(1, NEW), r"^parts\[1\]: its memory"),
+    "shorter list": (lambda m: m.parts.pop(), r"^parts\[1\]: its memory"),
+    "gone": (lambda m: delattr(m, "scale"), "^scale: its memory"),
+}
+
+
+@pytest.mark.parametrize("case", ATTRIBUTES)
+def test_tensors_held_in_other_ways_are_compared_too(case: str) -> None:
+    change, words = ATTRIBUTES[case]
+    module = Attribute().eval()
+    with build(module, sizes=[4]) as runner:
+        module.scale.mul_(2)  # in place is seen
+        assert torch.equal(runner(rows(3)), plain(module, rows(3)))
+        change(module)
+        with pytest.raises(StaleAddressError, match=words):
+            runner(rows(3))
+
+
+def test_modules_behind_a_function_are_compared() -> None:
+    inner = toy(1)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) * 2
+
+    for change in (
+        lambda: setattr(inner.blocks[0].up, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
+        lambda: setattr(inner.blocks[0].up.bias, "data", torch.ones(WIDTH)),
+    ):
+        with build(forward, sizes=[4]) as runner:
+            runner(rows(3))
+            change()
+            with pytest.raises(StaleAddressError, match=r"inner\.blocks\.0\.up|bias"):
+                runner(rows(3))
+    with build(forward, sizes=[4]) as runner:
+        inner = toy(1, seed=3)
+        with pytest.raises(StaleAddressError, match=r"^inner: its memory"):
+            runner(rows(3))
+
+
+def test_the_last_of_many_weights_is_compared_at_the_next_call_and_when_loading() -> None:
+    module = toy(6)
+    with build(module, sizes=[4]) as runner:
+        runner(rows(3))
+        state = module.state_dict()
+        module.blocks[5].down.bias.data = torch.zeros(WIDTH)
+        with pytest.raises(StaleAddressError, match=r"blocks\.5\.down\.bias"):
+            runner(rows(3))
+        with pytest.raises(StaleAddressError, match=r"blocks\.5\.down\.bias"):
+            runner.load_state_dict(state)
+
+
+def test_static_memory_is_compared_on_request() -> None:
+    for check in (False, True):
+        with pcgsvc.load_runner(
+            [
+                "model.num_layers=1",
+                "compiler=eager",
+                "capture.sizes=[4]",
+                "cache.mode=off",
+                f"debug.check_addresses={check}",
+            ]
+        ) as runner:
+            ids = torch.arange(3)
+            runner(ids, ids)
+            cache = runner.parts.workspace.attention.kv_cache  # type: ignore[union-attr]
+            cache[0] = torch.zeros_like(cache[0])
+            if not check:
+                runner(ids, ids)
+                continue
+            with pytest.raises(StaleAddressError, match="KV cache of layer 0"):
+                runner(ids, ids)
