@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import pcgsvc
-from pcgsvc.arguments import bundle_specs
+from pcgsvc.arguments import input_specs
 from pcgsvc.config import CacheConfig, CacheMode, Config, ModelConfig, resolve
 from pcgsvc.errors import ConfigError
 from pcgsvc.facts import program_facts
@@ -209,7 +209,14 @@ def facts(path: Path) -> dict[str, Any]:
     bundle = bundle_of(path, reference_check=False)
     config = Config(model=ModelConfig(name="hf", config=str(path)))
     resolved = resolve(config, device_type="cpu")
-    return program_facts(resolved, bundle.module, bundle_specs(bundle), {}, CPU, bundle.facts)
+    return program_facts(
+        resolved,
+        bundle.module,
+        input_specs(bundle.make_inputs(2, torch.Generator()), bundle.dynamic_dims),
+        {},
+        CPU,
+        bundle.facts,
+    )
 
 
 def test_versions_sources_and_the_whole_config_are_in_the_key(tmp_path: Path) -> None:
