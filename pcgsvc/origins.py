@@ -7,8 +7,9 @@ the list of files that it lays over each other, and looks each setting up in the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -19,10 +20,10 @@ from omegaconf import OmegaConf
 
 from pcgsvc.cache_root import ENVIRONMENT_NAME, find_root
 from pcgsvc.compose import SCHEMA, from_tree, load_tree, open_loader, readable
-from pcgsvc.config import Config, resolve, to_dict
+from pcgsvc.config import Config, ModelConfig, resolve, to_dict
 from pcgsvc.devices import device_of
+from pcgsvc.models import encoder, llama_moe, minilm, smollm2
 from pcgsvc.models.llama_dims import explicit_dims, preset_dims
-from pcgsvc.models.smollm2 import find_weights
 from pcgsvc.settings import walk
 from pcgsvc.sizing.auto import with_sizes
 
@@ -143,6 +144,18 @@ def _environment(value: Any) -> str:
 
 # ---- what no file says ---------------------------------------------------------------------------
 
+_FOUND: dict[str, Callable[[ModelConfig], Path]] = {
+    "smollm2": smollm2.find_weights,
+    "minilm": minilm.find_weights,
+}
+"""Families whose weights lie in the models directory."""
+_PRESETS: dict[str, Callable[[ModelConfig], Any]] = {
+    "llama": preset_dims,
+    "llama_moe": lambda model: preset_dims(model, llama_moe.PRESETS),
+    "encoder": encoder.preset_dims,
+}
+"""Families whose dimensions a preset gives."""
+
 
 def _outside(path: str, config: Config) -> tuple[Any, str | None]:
     """Return what stands in for a setting that is left open, and who chooses it."""
@@ -152,11 +165,11 @@ def _outside(path: str, config: Config) -> tuple[Any, str | None]:
         root, source = find_root()
         known = f"environment ({source})" if source == ENVIRONMENT_NAME else f"pcgsvc: {source}"
         return str(root), known
-    if path == "model.weights" and config.model.name == "smollm2":
-        return str(find_weights(config.model)), "environment or user's data folder"
+    if path == "model.weights" and config.model.name in _FOUND:
+        return str(_FOUND[config.model.name](config.model)), "environment or user's data folder"
     group, _, name = path.partition(".")
-    if group == "model" and config.model.name == "llama" and config.model.weights is None:
-        dims = preset_dims(config.model)
+    if group == "model" and config.model.name in _PRESETS and config.model.weights is None:
+        dims = _PRESETS[config.model.name](config.model)
         if hasattr(dims, name) and name not in explicit_dims(config.model):
             return getattr(dims, name), f"model.preset={config.model.preset}"
     return None, None

@@ -594,3 +594,18 @@ def test_minilm_sentences_equal_the_reference_in_piecewise_mode(real_folder: Pat
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
     # They mean something: the two meals are nearest to each other.
     assert int((got[0] @ got[1:].T).argmax()) == 0
+
+
+def test_a_listing_of_settings_names_the_preset_and_the_fetched_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pcgsvc.origins import _outside
+
+    monkeypatch.setenv("PCGSVC_MODELS_DIR", str(tmp_path))
+    (tmp_path / minilm.FOLDER_NAME).mkdir()
+    config = Config(model=ModelConfig(name="minilm"))
+    assert _outside("model.weights", config)[0] == str(tmp_path / minilm.FOLDER_NAME)
+    config.model = ModelConfig(name="encoder", preset="base")
+    assert _outside("model.num_layers", config) == (12, "model.preset=base")
+    config.model = ModelConfig(name="llama_moe", preset="8x7b")
+    assert _outside("model.hidden_size", config) == (4096, "model.preset=8x7b")
