@@ -229,6 +229,10 @@ def test_every_family_builds_a_bundle_or_says_what_is_missing(
             with pytest.raises(ConfigError, match=rf"Run scripts/fetch-{name}"):
                 validate_model(config)
             continue
+        if name == "module":
+            with pytest.raises(ConfigError, match=r"model\.target: got null"):
+                validate_model(config)
+            continue
         if name == "hf":
             with pytest.raises(ConfigError, match=r"model\.config: neither is set.*tiny-qwen3"):
                 validate_model(config)

@@ -494,7 +494,9 @@ def test_a_prompt_is_refused_since_there_is_no_tokenizer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*TINY, "prompt=hello"]) == 2
-    assert "model=llama_moe with random weights has no tokenizer" in capsys.readouterr().err
+    assert (
+        "model=llama_moe without a checkpoint of text has no tokenizer" in capsys.readouterr().err
+    )
 
 
 # ---- the process group ---------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def _which(model: dict[str, Any]) -> str:
     """Return which of a family's models it is."""
     if model["name"] == "module":
         return escape(str(model["target"]))
-    named = model["weights"] or model["path"] or model["config"]
+    named = model["weights"] or model.get("path") or model.get("config")
     if named is not None:
         return escape(Path(named).name)
     return str(model["preset"]) if model["name"] in _PRESETS else ""
