@@ -219,6 +219,7 @@ class Artifacts:
         found = self._store.get_piece(key) if key in self._beside else None
         if found is None or found.value is None:
             return
+        self._unpack_toolchain()  # Triton's own helper, which they need as well
         before = blob.snapshot(self.folder.path)
         try:
             blob.unpack(found.value, self.folder.path)

@@ -290,7 +290,8 @@ class Canonical:
 
     def _drop_noise(self) -> None:
         for node in list(self.graph.nodes):
-            if node.op == "call_function" and torch_private.ignored_call(node.target):
+            ignored = node.op == "call_function" and torch_private.ignored_call(node.target)
+            if ignored and not node.users:
                 self.graph.erase_node(node)
 
     def _decompose_sizes(self) -> None:

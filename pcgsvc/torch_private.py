@@ -131,8 +131,15 @@ def tracing_shape_env() -> Any:
 
 
 def ignored_call(target: Any) -> bool:
-    """Whether a graph node only reports API usage or sets a mode that a runner fixes anyway."""
-    return target in (torch._C._log_api_usage_once, torch._C._set_grad_enabled)
+    """Whether a graph node reports API usage, sets a mode that a runner fixes, or asks for a GPU.
+
+    Dynamo leaves a question about the device in the graph after it has put the answer in.
+    """
+    return target in (
+        torch._C._log_api_usage_once,
+        torch._C._set_grad_enabled,
+        torch.cuda.get_device_capability,
+    )
 
 
 def autocast_kind(target: Any) -> str | None:

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import KEEP, WIDTH, attended, build, rows, toy
+from core_helpers import KEEP, WIDTH, attended, build, make_config, rows, toy
 from model_helpers import make_context
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import pcgsvc
+from pcgsvc.config import Strategy
 from pcgsvc.errors import CaptureError, HostReadError, PcgError, VerifyError
 from pcgsvc.graphs.recorded import RecordedEngine
 from pcgsvc.graphs.session import Session
 from pcgsvc.ops.context import use_context
+from pcgsvc.ops.registry import register_splitting_op
+from pcgsvc.ops.support import Support
 
 ATTEMPTS: list[int] = []
 BROKEN: list[Callable[[], Any]] = []
@@ -677,3 +680,79 @@ def test_dump_dir_holds_the_sources_of_the_pieces(tmp_path: Path) -> None:
         "piece_00.fx.py",
         "piece_00.inductor.py",
     ]
+
+
+# ---- ops in parts --------------------------------------------------------------------------------
+
+PARTS: list[str] = []
+
+
+def _in_parts(x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+    done = pcgsvc.current_context().prologue_done
+    PARTS.append("rest" if done else "whole")
+    if not done:
+        cache.copy_(x * 3)
+    out.copy_(cache + 1)
+
+
+def _prologue(x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> bool:
+    PARTS.append("prologue")
+    cache.copy_(x * 3)
+    return True
+
+
+def _bind(x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    assert pcgsvc.current_context().prologue_done
+
+    def again() -> None:
+        PARTS.append("bound")
+        out.copy_(cache + 1)
+
+    return again
+
+
+register_splitting_op(
+    "toy::in_parts",
+    _in_parts,
+    mutates_args=("cache", "out"),
+    support=Support.ALWAYS,
+    bind=_bind,
+    prologue=_prologue,
+)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.FX, Strategy.BREAKABLE])
+def test_a_prologue_is_captured_and_the_rest_of_its_op_is_bound_once(strategy: Strategy) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        cache, out = torch.empty_like(x), torch.empty_like(x)
+        torch.ops.toy.in_parts(x, cache, out)
+        return out * 2
+
+    PARTS.clear()
+    config = make_config("piecewise", (4,))
+    config.partition.strategy = strategy
+    with pcgsvc.build_runner(forward, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
+        assert PARTS.count("prologue") == 1
+        assert PARTS[PARTS.index("prologue") + 1] == "rest"
+        for seed in (1, 2):
+            PARTS.clear()
+            x = rows(3, seed=seed)
+            assert torch.equal(runner(x), (x.sin() * 3 + 1) * 2)
+            assert PARTS == ["bound"]
+
+
+def test_a_full_graph_holds_the_whole_op() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        cache, out = torch.empty_like(x), torch.empty_like(x)
+        torch.ops.toy.in_parts(x, cache, out)
+        return out * 2
+
+    PARTS.clear()
+    with build(forward, sizes=(4,), mode="full") as runner:
+        assert set(PARTS) == {"whole"}
+        PARTS.clear()
+        x = rows(3)
+        assert torch.equal(runner(x), (x.sin() * 3 + 1) * 2)
+        assert PARTS == []

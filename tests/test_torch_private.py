@@ -102,6 +102,7 @@ def test_tracing_shape_env_is_the_running_trace_s() -> None:
 def test_ignored_call_names_what_has_no_effect_on_a_result() -> None:
     assert private.ignored_call(torch._C._set_grad_enabled)
     assert private.ignored_call(torch._C._log_api_usage_once)
+    assert private.ignored_call(torch.cuda.get_device_capability)
     assert not private.ignored_call(torch.add)
 
 

@@ -24,7 +24,7 @@ from pcgsvc import torch_private
 from pcgsvc.errors import CaptureError
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import ForwardContext
-from pcgsvc.ops.registry import find_spec
+from pcgsvc.ops.registry import OpSpec, find_spec
 from pcgsvc.program import (
     Boundaries,
     BoundCall,
@@ -134,8 +134,7 @@ class Session:
             return padded_tensors(call, args, kwargs, result)
 
         name = call.call.splitting or str(call.call.row[1])
-        bind = call.spec.bind if call.spec is not None else None
-        return self._at_break(name, call.kernel, args, kwargs, padded, bind)
+        return self._at_break(name, call.kernel, args, kwargs, padded, call.spec)
 
     # -- breaks that a piece reaches by itself --
 
@@ -149,8 +148,7 @@ class Session:
             return [] if done else self._row_wise(func, at, boundaries, args, kwargs, result)
 
         kernel = spec.kernel if spec is not None else func
-        bind = spec.bind if spec is not None else None
-        result = self._at_break(name, kernel, list(args), dict(kwargs), padded, bind)
+        result = self._at_break(name, kernel, list(args), dict(kwargs), padded, spec)
         if boundaries.in_place_only:
             self._refuse_fresh(name, result)
         return result
@@ -218,7 +216,7 @@ class Session:
         args: list[Any],
         kwargs: dict[str, Any],
         padded_of: Callable[[Any], list[torch.Tensor]],
-        bind: Callable[..., Step | None] | None = None,
+        spec: OpSpec | None = None,
     ) -> Any:
         self._boundaries.append(name)
         leaves = pytree.tree_leaves([args, kwargs])
@@ -228,12 +226,19 @@ class Session:
             result = kernel(*args, **kwargs)
             self._mask_padding(padded_of(result))
             return result
+        prologue = spec.prologue if spec is not None and self._open else None
+        done = prologue is not None and prologue(*args, **kwargs)
         self._end()
-        with handle_breaks(None):
-            result = kernel(*args, **kwargs)
-            padded = padded_of(result)
-            zero_padding(padded)
-        result, step = self._bind(name, kernel, args, kwargs, result, padded, bind)
+        self._context.prologue_done = done
+        try:
+            with handle_breaks(None):
+                result = kernel(*args, **kwargs)
+                padded = padded_of(result)
+                zero_padding(padded)
+            bind = spec.bind if spec is not None else None
+            result, step = self._bind(name, kernel, args, kwargs, result, padded, bind)
+        finally:
+            self._context.prologue_done = False
         self._steps.append((name, False, step))
         if self._within is not None:
             self._begin(self._within)

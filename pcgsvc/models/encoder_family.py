@@ -49,7 +49,7 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
     if isinstance(source, EncoderDims):
         module = Encoder(source, device=device, dtype=dtype)
         initialize(module, config.seed)
-        return _bundle(module, EmbeddingSpec(max_length=source.max_position))
+        return _bundle(module, device, EmbeddingSpec(max_length=source.max_position))
     module = Encoder(source.dims, device=device, dtype=dtype)
     if not torch_private.shapes_only():
         source.load_into(module)
@@ -58,10 +58,10 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
         logger.info("no tokenizer.json, so runner.embed takes no texts; embed_ids takes ids")
     else:
         encode = minilm.WordPiece(source.tokenizer).encode
-    return _bundle(module, EmbeddingSpec(max_length=source.max_length, encode=encode))
+    return _bundle(module, device, EmbeddingSpec(max_length=source.max_length, encode=encode))
 
 
-def _bundle(module: Encoder, embedding: EmbeddingSpec) -> ModelBundle:
+def _bundle(module: Encoder, device: torch.device, embedding: EmbeddingSpec) -> ModelBundle:
     dims = module.dims
 
     def make_inputs(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -72,9 +72,9 @@ def _bundle(module: Encoder, embedding: EmbeddingSpec) -> ModelBundle:
 
         ids, types = draw(dims.vocab_size), draw(dims.type_vocab_size)
         return {
-            "input_ids": ids,
-            "positions": torch.arange(rows) % dims.max_position,
-            "token_types": types,
+            "input_ids": ids.to(device),
+            "positions": torch.arange(rows, device=device) % dims.max_position,
+            "token_types": types.to(device),
         }
 
     return ModelBundle(

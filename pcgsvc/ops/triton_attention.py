@@ -167,6 +167,7 @@ class TritonAttention(AttentionBackend):
             layer,
             q.shape,
             context.uniform_query_len,
+            context.prologue_done,
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
@@ -198,9 +199,35 @@ class TritonAttention(AttentionBackend):
         self._check_tensors(q=q, k=k, v=v, output=output)
         if q.shape[0] == 0:
             return []
+        plan = self._plan(q, layer, context)
+        writes = not (plan.fused_write or context.prologue_done)
+        launches = [self._write(k, v, layer, context)] if writes else []
+        launches.append(self._attend(q, k, v, output, layer, context, plan))
+        return [launch for launch in launches if launch is not None]
+
+    def prologue(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+    ) -> bool:
+        """See `AttentionBackend.prologue`: the write to the cache, where it is a launch by itself.
+
+        A launch in a graph costs the host nothing.
+        """
+        if q.shape[0] == 0 or self._plan(q, layer, context).fused_write:
+            return False
+        self._check_tensors(q=q, k=k, v=v, output=output)
+        self._write(k, v, layer, context)
+        return True
+
+    def _plan(self, q: torch.Tensor, layer: int, context: ForwardContext) -> LaunchPlan:
         window, table = self._windows[layer], context.block_tables
         max_keys = table.shape[1] * self.block_size
-        plan = plan_launch(
+        return plan_launch(
             self._shape,
             self.tuning,
             rows=q.shape[0],
@@ -209,9 +236,6 @@ class TritonAttention(AttentionBackend):
             single=context.uniform_query_len == 1,
             share_in_step=self.share_in_step,
         )
-        launches = [] if plan.fused_write else [self._write(k, v, layer, context)]
-        launches.append(self._attend(q, k, v, output, layer, context, plan))
-        return [launch for launch in launches if launch is not None]
 
     def _write(
         self, k: torch.Tensor, v: torch.Tensor, layer: int, context: ForwardContext
