@@ -45,16 +45,20 @@ def log_event(
 
 
 @contextlib.contextmanager
-def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[None]:
-    """Log the start and the end of a phase around a block; also of one that fails."""
+def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[list[str]]:
+    """Log the start and the end of a phase around a block; also of one that fails.
+
+    Yields a list; what the block puts into it is said at the end as well.
+    """
+    said: list[str] = []
     log_event(logger, logging.DEBUG, "phase_start", "%s: begins", phase, phase=phase, total=total)
     started, ok = time.perf_counter(), False
     try:
-        yield
+        yield said
         ok = True
     finally:
         seconds = time.perf_counter() - started
-        words = "%s: %.3f s" if ok else "%s: failed after %.3f s"
+        words = "%s: %.3f s%s" if ok else "%s: failed after %.3f s%s"
         log_event(
             logger,
             logging.INFO,
@@ -62,6 +66,7 @@ def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[Non
             words,
             phase,
             seconds,
+            "".join(f", {part}" for part in said),
             phase=phase,
             seconds=seconds,
             ok=ok,

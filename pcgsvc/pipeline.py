@@ -364,7 +364,7 @@ def _capture(
         profile_ranges=config.debug.profile_ranges,
     )
     progress.start("capture", len(wanted))
-    with phase_events(logger, "capture", len(wanted)), on_capture_stream(workspace):
+    with phase_events(logger, "capture", len(wanted)) as said, on_capture_stream(workspace):
         table = capture_entries(
             program,
             workspace,
@@ -375,19 +375,13 @@ def _capture(
             prepare=load,
             on_entry=lambda key: progress.advance(),
         )
+        graphs = sum(e.num_graphs for e in table.entries.values())
+        said.append(f"{table.warmup_seconds:.3f} s of them warm-up")
+        said.append(f"{len(table.entries)} entries, {graphs} graphs ({engine.name})")
+        said.append(f"{table.pool_bytes / 2**20:.1f} MiB pool")
     progress.stop()
     built.seconds["warmup"] = table.warmup_seconds
     built.seconds["capture"] = table.capture_seconds
-    graphs = sum(e.num_graphs for e in table.entries.values())
-    logger.info(
-        "capture: %d entries, %d graphs (%s), %.1f MiB pool, %.3f s and %.3f s of warm-up",
-        len(table.entries),
-        graphs,
-        engine.name,
-        table.pool_bytes / 2**20,
-        table.capture_seconds,
-        table.warmup_seconds,
-    )
     return table
 
 

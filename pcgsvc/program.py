@@ -173,6 +173,11 @@ class Program:
             size: Program(spec, {**pieces, **own}) for size, own in (specialized or {}).items()
         }
 
+    @property
+    def exact_sizes(self) -> list[int]:
+        """Sizes for which it was compiled once more, ascending."""
+        return sorted(self._sized)
+
     def for_size(self, size: int) -> Program:
         """Return the program compiled for exactly so many rows, or this one, which fits all."""
         return self._sized.get(size, self)

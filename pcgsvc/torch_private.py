@@ -54,6 +54,7 @@ def dynamo_trace(
     `function`'s own code object.
     """
     import torch._dynamo
+    import torch._inductor.config as inductor_config  # Dynamo imports it too
 
     def keep_none(guards: Sequence[Any]) -> list[bool]:
         guard_sink(guards)
@@ -69,7 +70,8 @@ def dynamo_trace(
     # Pinned: new in 2.14, where it would change the node order between versions.
     pins = {"canonicalize_output_graph_node_order": False}
     known = {k: v for k, v in pins.items() if hasattr(torch._dynamo.config, k)}
-    with torch._dynamo.config.patch(known):
+    # Freezing, an environment variable's wish, would make the weights constants of the graph.
+    with torch._dynamo.config.patch(known), inductor_config.patch(freezing=False):
         return compiled(*args)
 
 

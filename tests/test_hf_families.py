@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from cli_helpers import command_line
 from hf_helpers import (
     CONFIGS,
     bundle_of,
@@ -22,7 +23,6 @@ from hf_helpers import (
 )
 
 import pcgsvc
-from pcgsvc.app import main
 from pcgsvc.config import (
     BenchConfig,
     CacheConfig,
@@ -96,14 +96,15 @@ def test_every_mode_verifies_and_only_the_first_start_traces(
 
 
 def test_the_command_line_runs_a_shipped_family(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["model=hf", "model.config=tiny-qwen3", "compiler=eager", "device=cpu"]
     words += ["capture.sizes=[4]", "bench.enabled=false", f"hydra.run.dir={tmp_path}"]
-    assert main(words) == 0
-    out = capsys.readouterr().out
-    assert "model     hf tiny-qwen3, attention paged" in out
-    assert "all 2 entries equal plain execution" in out
+    with command_line(tmp_path, monkeypatch, capsys) as cli:
+        done = cli(*words)
+    assert done.code == 0
+    assert "model     hf tiny-qwen3, attention paged" in done.out
+    assert "all 2 entries equal plain execution" in done.out
 
 
 @pytest.fixture

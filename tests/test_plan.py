@@ -39,7 +39,7 @@ from pcgsvc.report import plan_files, plan_svg
 from pcgsvc.report.fold import fold
 from pcgsvc.report.plan import plan_section
 from pcgsvc.report.report import plan_report
-from pcgsvc.request import Planned, Request
+from pcgsvc.request import Planned, Request, arguments_of
 
 SMALL = ["model.num_layers=2", "capture.sizes=[1,4]", "device=cpu", "compiler=eager"]
 NO_CUDA = pytest.mark.skipif(
@@ -297,16 +297,17 @@ def bench_pool_mib(*overrides: str) -> float:
     with fake, torch_private.swappable(fake):
         blocks = [script.Block(script.WIDTH).to(torch.bfloat16) for _ in range(script.LAYERS)]
         specs = input_specs({"input": torch.randn(4, script.WIDTH).bfloat16()}, {"input": 0})
+    bundle = ModelBundle(
+        module=nn.Sequential(*blocks).eval().requires_grad_(False),
+        make_inputs=resampler(specs),
+        dynamic_dims={"input": 0},
+    )
     request = Request(
         config=config,
         device=torch.device("cpu"),
-        bundle=ModelBundle(
-            module=nn.Sequential(*blocks).eval().requires_grad_(False),
-            make_inputs=resampler(specs),
-            dynamic_dims={"input": 0},
-        ),
+        bundle=bundle,
         inputs=specs,
-        constants={},
+        arguments=arguments_of(bundle, specs),
     )
     request.planned = Planned(target=torch.device("cuda:0"), fake=fake, notes=[], warnings=[])
     breakable = "partition.strategy=breakable" in overrides

@@ -98,7 +98,7 @@ def test_in_a_terminal_each_phase_has_a_bar(
 ) -> None:
     screen = io.StringIO()
     out = Console(file=screen, force_terminal=True, width=100, color_system=None)
-    monkeypatch.setattr(jobs, "console", lambda: out)
+    monkeypatch.setattr(jobs, "console", lambda **_: out)
     run_job(compose(SMALL), tmp_path / "report.json")
     drawn = screen.getvalue()
     for phase in PHASES:

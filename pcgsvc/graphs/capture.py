@@ -231,8 +231,18 @@ def _record(
         kind = "" if isinstance(error, PcgError) else f"{type(error).__name__}: "
         raise CaptureError(
             f"capturing {mode.value} size {descriptor.num_tokens} failed"
-            f"{_where(error, program)}: {kind}{text}"
+            f"{_where(error, program)}: {kind}{text}{_way_out(text)}"
         ) from error
+
+
+def _way_out(text: str) -> str:
+    """Return what to do about an error of CUDA's that does not say so itself."""
+    if "unjoined" not in text:
+        return ""
+    return (
+        ". A side stream still works when the segment ends: before the next splitting op, let the "
+        "current stream wait for it (torch.cuda.current_stream().wait_stream(side))"
+    )
 
 
 def _where(error: BaseException, program: Program) -> str:

@@ -19,10 +19,15 @@ from pcgsvc.version import __version__
 if TYPE_CHECKING:
     from pcgsvc.graphs.capture import GraphTable
     from pcgsvc.pipeline import Built
+    from pcgsvc.program import Program
     from pcgsvc.sizing.choice import SizePlan
     from pcgsvc.workspace import Workspace
 
 SCHEMA = 1
+
+
+def _program(program: Program) -> dict[str, Any]:
+    return {"num_kernels": program.num_kernels(), "exact_sizes": program.exact_sizes}
 
 
 def plan_report(built: Built) -> dict[str, Any]:
@@ -59,7 +64,7 @@ def plan_report(built: Built) -> dict[str, Any]:
             "num_traces": int(built.start == "cold" and bool(image.documents)),
             "num_compiled": built.tally.compiled,
             "num_loaded": built.tally.loaded,
-            **({} if built.program is None else {"num_kernels": built.program.num_kernels()}),
+            **({} if built.program is None else _program(built.program)),
             "seconds": dict(built.seconds),
         },
         "cache": dict(built.cache),

@@ -155,6 +155,8 @@ def _alike(pieces: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def _compile(out: Console, report: dict[str, Any]) -> None:
     compile_ = report["compile"]
     done = f"{compile_['num_compiled']} compiled, {compile_['num_loaded']} loaded"
+    if compile_.get("exact_sizes"):
+        done += f"; for exactly {', '.join(map(str, compile_['exact_sizes']))} rows as well"
     if report["config"]["job"] == "plan":
         wanted = report["plan"]["num_artifacts"] if "plan" in report else 0
         done = f"nothing compiled, since job=plan; {_count(wanted, 'piece')} to compile"
