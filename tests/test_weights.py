@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import pcgsvc
 from pcgsvc.config import Strategy
 from pcgsvc.errors import ConfigError, PcgError, StaleAddressError, StateError
 from pcgsvc.ops.context import use_context
+from pcgsvc.weights import _TURN
 
 
 def plain(module: Any, x: torch.Tensor) -> Any:
@@ -306,16 +308,43 @@ def test_modules_behind_a_function_are_compared() -> None:
             runner(rows(3))
 
 
-def test_the_last_of_many_weights_is_compared_at_the_next_call_and_when_loading() -> None:
+def test_the_last_of_many_weights_is_compared_when_registered_and_when_loading() -> None:
     module = toy(6)
     with build(module, sizes=[4]) as runner:
         runner(rows(3))
         state = module.state_dict()
+        module.blocks[5].down.bias = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        for _ in range(2):
+            with pytest.raises(StaleAddressError, match=r"blocks\.5\.down\.bias"):
+                runner(rows(3))
+        with pytest.raises(StaleAddressError, match=r"blocks\.5\.down\.bias"):
+            runner.load_state_dict(state)
+
+
+def test_memory_swapped_behind_torch_s_back_is_kept_and_noticed_in_turn() -> None:
+    module = toy(6)
+    with build(module, sizes=[4]) as runner:
+        wanted = runner(rows(3))
+        runner(rows(3))
+        module.blocks[5].down.bias.data = torch.full((WIDTH,), 7.0)
+        gc.collect()
+        for _ in range(1 + len(list(module.parameters())) * 2 // _TURN):
+            try:
+                assert torch.equal(runner(rows(3)), wanted)  # of the old memory, which is whole
+            except StaleAddressError as error:
+                assert "blocks.5.down.bias" in str(error)
+                break
+        else:
+            pytest.fail("the swapped weight was not noticed")
+
+
+def test_memory_swapped_behind_torch_s_back_is_noticed_at_once_on_request() -> None:
+    module = toy(6)
+    with build(module, sizes=[4], check_addresses=True) as runner:
+        runner(rows(3))
         module.blocks[5].down.bias.data = torch.zeros(WIDTH)
         with pytest.raises(StaleAddressError, match=r"blocks\.5\.down\.bias"):
             runner(rows(3))
-        with pytest.raises(StaleAddressError, match=r"blocks\.5\.down\.bias"):
-            runner.load_state_dict(state)
 
 
 def test_static_memory_is_compared_on_request() -> None:
