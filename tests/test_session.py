@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import pcgsvc
 from pcgsvc.config import Strategy
 from pcgsvc.errors import CaptureError, HostReadError, PcgError, VerifyError
+from pcgsvc.graphs.capture import _way_out
 from pcgsvc.graphs.recorded import RecordedEngine
 from pcgsvc.graphs.session import Session
 from pcgsvc.ops.context import use_context
@@ -756,3 +757,10 @@ def test_a_full_graph_holds_the_whole_op() -> None:
         x = rows(3)
         assert torch.equal(runner(x), (x.sin() * 3 + 1) * 2)
         assert PARTS == []
+
+
+def test_an_unjoined_side_stream_is_told_with_its_way_out() -> None:
+    # CUDA's own words; on the CPU there are no streams.
+    text = "CUDA error: capturing stream has unjoined work"
+    assert "current_stream().wait_stream(side)" in _way_out(text)
+    assert _way_out("CUDA error: out of memory") == ""
