@@ -8,7 +8,6 @@ other sentence vectors than ours (another pooling, further layers) is refused.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.encoder import Encoder, EncoderDims
 from pcgsvc.models.extras import require
+from pcgsvc.models.json_file import read_json
 
 _DIMS = {
     "vocab_size": "vocab_size",
@@ -126,23 +126,8 @@ def parts_of(name: str) -> list[str]:
     return [f"encoder.layer.{number}.{theirs}.{kind}" for theirs in _LAYER[part]]
 
 
-def _json(path: Path, kind: type) -> Any:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"model.weights: '{path}' does not exist; it has the dimensions of the checkpoint "
-            "and must lie beside it."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.weights: '{path}' cannot be read: {error}.") from error
-    if not isinstance(content, kind):
-        raise ConfigError(f"model.weights: '{path}' holds no JSON {kind.__name__}.")
-    return content
-
-
 def _dims(path: Path) -> EncoderDims:
-    data = _json(path, dict)
+    data = read_json(path, dict)
     for key, wanted in _STATED.items():
         if data.get(key, wanted) != wanted:
             raise ConfigError(
@@ -163,7 +148,7 @@ def _check_modules(folder: Path) -> None:
     """Refuse what sentence-transformers would do and we would not."""
     listed = folder / "modules.json"
     if listed.is_file():
-        kinds = [str(m.get("type", "")).rpartition(".")[2] for m in _json(listed, list)]
+        kinds = [str(m.get("type", "")).rpartition(".")[2] for m in read_json(listed, list)]
         other = [kind for kind in kinds if kind not in _MODULES]
         if other:
             raise ConfigError(
@@ -172,7 +157,7 @@ def _check_modules(folder: Path) -> None:
             )
     pooling = folder / "1_Pooling" / "config.json"
     if pooling.is_file():
-        data = _json(pooling, dict)
+        data = read_json(pooling, dict)
         modes = [k for k, v in data.items() if k.startswith("pooling_mode_") and v is True]
         if modes != ["pooling_mode_mean_tokens"]:
             raise ConfigError(
@@ -183,7 +168,7 @@ def _check_modules(folder: Path) -> None:
 
 def _max_length(folder: Path, dims: EncoderDims) -> int:
     path = folder / "sentence_bert_config.json"
-    stated = _json(path, dict).get("max_seq_length") if path.is_file() else None
+    stated = read_json(path, dict).get("max_seq_length") if path.is_file() else None
     return min(stated, dims.max_position) if isinstance(stated, int) else dims.max_position
 
 

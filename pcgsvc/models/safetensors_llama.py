@@ -9,7 +9,6 @@ Source: `LlamaConfig` and `_compute_llama3_parameters` of transformers 5.24; `ro
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.extras import require
+from pcgsvc.models.json_file import read_json
 from pcgsvc.models.llama_dims import LlamaDims
 
 _INDEX = "model.safetensors.index.json"
@@ -83,7 +83,7 @@ def _shards(path: Path) -> list[Path]:
             f"model.weights: '{path}' holds neither model.safetensors nor {_INDEX}; "
             "name a .safetensors file, or a directory with one of these."
         )
-    weight_map = _json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigError(f"model.weights: '{index}' has no weight_map.")
     shards = sorted({path / name for name in weight_map.values()})
@@ -93,23 +93,8 @@ def _shards(path: Path) -> list[Path]:
     return shards
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"model.weights: '{path}' does not exist; it has the dimensions of the checkpoint "
-            "and must lie beside it."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.weights: '{path}' cannot be read: {error}.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"model.weights: '{path}' holds no JSON object.")
-    return content
-
-
 def _dims(path: Path) -> LlamaDims:
-    data = _json(path)
+    data = read_json(path)
     if data.get("model_type") != "llama":
         raise ConfigError(
             f"model.weights: '{path}' has the architecture {data.get('model_type')!r}; "
