@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -24,11 +23,8 @@ from pcgsvc.canonical import tensors_of
 from pcgsvc.errors import StaleAddressError, StateError
 
 _data_ptr = torch.Tensor.data_ptr
-_HOOKS = (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-    register_module_buffer_registration_hook,
-)
+# Not of buffers: a forward may assign those, and Dynamo would trace the hook into another's graph.
+_HOOKS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
 _TURN = 16
 """Tensors, and places that hold some, that are compared at each call."""
 
@@ -65,6 +61,8 @@ class Weights:
         self._places: list[tuple[dict[str, Any], str, Any, str]] = []
         """Where a module holds a bound tensor, or a submodule below which there is one: its dict,
         key, content and name."""
+        self._buffers: list[tuple[dict[str, Any], str, Any, str]] = []
+        """Those of buffers, which torch tells nothing of: compared at every call."""
         self._watched: set[int] = set()
         """Identities of the modules that have such places."""
         self._others: list[tuple[Callable[[], Any], Any, str]] = []
@@ -106,7 +104,10 @@ class Weights:
             for holder in (sub._parameters, sub._buffers, vars(sub)):
                 for key, value in holder.items():
                     if isinstance(value, torch.Tensor) and id(value) in bound:
-                        self._places.append((holder, key, value, inside + key))
+                        place = (holder, key, value, inside + key)
+                        self._places.append(place)
+                        if holder is sub._buffers:
+                            self._buffers.append(place)
             if len(self._places) > places:
                 self._watched.add(id(sub))
             for key, value in vars(sub).items():
@@ -134,6 +135,9 @@ class Weights:
                 if tensor.data_ptr() != address:
                     self._refuse()
         self._suspect = False
+        for holder, key, value, _ in self._buffers:
+            if holder.get(key) is not value:
+                self._refuse()
         for get, value, _ in self._others:
             if get() is not value:
                 self._refuse()
