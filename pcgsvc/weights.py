@@ -78,7 +78,7 @@ class Weights:
         located = list(zip(self._values, self._addresses, strict=True))
         count = max(len(located), len(self._places), 1)
         self._turns = itertools.cycle(
-            [(self._places[at : at + _TURN], located[at : at + _TURN])]
+            [(self._places[at : at + _TURN], located[at : at + _TURN]), (self._buffers, [])]
             for at in range(0, count, _TURN)
         )
         self._whole = [(self._places, located)]
@@ -135,9 +135,6 @@ class Weights:
                 if tensor.data_ptr() != address:
                     self._refuse()
         self._suspect = False
-        for holder, key, value, _ in self._buffers:
-            if holder.get(key) is not value:
-                self._refuse()
         for get, value, _ in self._others:
             if get() is not value:
                 self._refuse()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from model_helpers import make_context
+from script_helpers import load_script
 from torch.nn import functional
 
 import pcgsvc
@@ -481,12 +480,7 @@ def test_further_modules_missing_files_and_contradictions_are_refused(small_fold
 @pytest.fixture
 def script() -> ModuleType:
     """The fetching script as a module, without running it."""
-    loader = importlib.machinery.SourceFileLoader("fetch_minilm", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("fetch_minilm", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load_script("fetch-minilm")
 
 
 def test_missing_files_name_the_script_and_where_they_were_looked_for(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import os
 import random
 import subprocess
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from model_helpers import make_backend, make_context
+from script_helpers import load_script
 
 import pcgsvc
 from pcgsvc.app import main
@@ -34,12 +33,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "fetch-smollm2"
 @pytest.fixture
 def script() -> ModuleType:
     """The fetching script as a module, without running it."""
-    loader = importlib.machinery.SourceFileLoader("fetch_smollm2", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("fetch_smollm2", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load_script("fetch-smollm2")
 
 
 # ---- a tokenizer small enough to read ------------------------------------------------------------
