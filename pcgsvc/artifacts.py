@@ -223,6 +223,7 @@ class Artifacts:
         before = blob.snapshot(self.folder.path)
         try:
             blob.unpack(found.value, self.folder.path)
+            torch_private.settle_triton_cache(self.folder.path / "triton")
         except CompileError as error:
             logger.warning("cache: kernels of the boundaries: %s", error)
         self._kernel_files = blob.snapshot(self.folder.path) - before

@@ -245,9 +245,11 @@ class CompilerConfig:
     threads: int = 1
     """Worker processes that compile kernels side by side, gone when the build ends; 1: none, the
     build's own process compiles. At least 1."""
-    passes: list[str] = field(default_factory=list)
-    """Custom graph passes by name, in order: `attention_quant` makes attention and the
-    quantisation of its output one op (fires under `partition.strategy=inductor` only)."""
+    passes: list[str] | None = None
+    """Custom graph passes by name, in order: `residual_add` leaves a residual's addition to the
+    kernel that reads the sum, not to a matrix product that would copy it first; `attention_quant`
+    makes attention and the quantisation of its output one op (fires under
+    `partition.strategy=inductor` only). None: `[residual_add]` for Inductor on CUDA, else none."""
     specialize_sizes: list[int] = field(default_factory=list)
     """Capture sizes for which every region is compiled once more, with that size put in; the
     general artifact serves all others. Positive, without repetition."""
@@ -634,6 +636,8 @@ def resolve(config: Config, *, device_type: str) -> Config:
     out = copy(config)
     if out.compiler.name is None:
         out.compiler.name = Compiler.INDUCTOR if cuda else Compiler.EAGER
+    if cuda and out.compiler.name is Compiler.INDUCTOR and out.compiler.passes is None:
+        out.compiler.passes = ["residual_add"]
     if out.dtype is None and out.model.name != "module":
         out.dtype = "bfloat16" if cuda else "float32"
     if out.capture.max_size is None:
@@ -806,7 +810,7 @@ def _validate_compiler(compiler: CompilerConfig) -> None:
             "runner.load_state_dict and other updates would not be seen; leave it out."
         )
     unset = to_dict(CompilerConfig(name=compiler.name))
-    changed = [name for name, value in to_dict(compiler).items() if value != unset[name]]
+    changed = [name for name, value in to_dict(compiler).items() if value and value != unset[name]]
     if changed and compiler.name is not Compiler.INDUCTOR:
         raise ConfigError(
             f"compiler.{changed[0]}: set, but compiler=eager does not read it; use "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import re
 import sys
 import warnings
@@ -614,11 +615,6 @@ def abandon_capture(
     return False
 
 
-def raw_stream(device: int) -> int:
-    """Return the handle of the current CUDA stream; `current_stream` takes ten times as long."""
-    return int(torch._C._cuda_getCurrentRawStream(device))
-
-
 def pool_ranges(pools: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return (first address, end) of every memory segment of CUDA graph pools."""
     wanted = {tuple(pool) for pool in pools}
@@ -659,6 +655,18 @@ def triton_version() -> str | None:
         return version("triton")
     except PackageNotFoundError:
         return None
+
+
+def settle_triton_cache(folder: Path) -> None:
+    """Make a Triton cache usable where it lies now, after its files came from another folder.
+
+    A kernel's group file names the others by absolute path; where one is gone, Triton compiles
+    again without a word.
+    """
+    for group in folder.glob("*/__grp__*.json"):
+        tree = json.loads(group.read_text())
+        tree["child_paths"] = {name: str(group.parent / name) for name in tree["child_paths"]}
+        group.write_text(json.dumps(tree))
 
 
 @contextlib.contextmanager

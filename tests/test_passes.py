@@ -16,6 +16,7 @@ from pcgsvc import torch_private
 from pcgsvc.compilers import passes
 from pcgsvc.compilers.inductor import InductorPiece, compile_piece
 from pcgsvc.compilers.passes import GraphPass, find_passes, pass_options
+from pcgsvc.compilers.residual_add import split_residual_adds
 from pcgsvc.config import Compiler, CompilerConfig, Config, Mode, resolve, validate
 from pcgsvc.dispatch import BatchDescriptor
 from pcgsvc.errors import CaptureError, ConfigError
@@ -96,6 +97,58 @@ def plain(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad(), use_context(make_context(Attention(), [x.shape[0]])):
         result: torch.Tensor = module(x)
     return result
+
+
+# ---- residual_add ----
+
+
+def with_addmm(device: str, bias: tuple[int, ...], **scale: float) -> torch.fx.Graph:
+    """Return a graph of one addmm as Inductor's decompositions leave it."""
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(name) for name in "xab"]
+    nodes.append(graph.call_function(torch.ops.aten.addmm.default, tuple(nodes), scale))
+    for node, shape in zip(nodes, (bias, (4, 8), (8, 6), (4, 6)), strict=True):
+        where = torch.device(device)  # no tensor: there may be no such device here
+        node.meta["val"] = SimpleNamespace(shape=shape, dtype=torch.float32, device=where)
+    graph.output((nodes[-1], nodes[-1]))
+    return graph
+
+
+def ops_of(graph: torch.fx.Graph) -> list[str]:
+    return [str(n.target).split("::")[-1] for n in graph.nodes if n.op == "call_function"]
+
+
+def test_a_residual_is_added_outside_the_product() -> None:
+    graph = with_addmm("cuda", (4, 6))
+    split_residual_adds(graph)
+    assert ops_of(graph) == ["aten.mm.default", "aten.add.Tensor"]
+    x, a, b = torch.randn(4, 6), torch.randn(4, 8), torch.randn(8, 6)
+    first, second = torch.fx.GraphModule(torch.nn.Module(), graph)(x, a, b)
+    assert first is second
+    assert torch.equal(first, x + a @ b)
+
+
+@pytest.mark.parametrize(
+    ("device", "bias", "scale"),
+    [("cpu", (4, 6), {}), ("cuda", (6,), {}), ("cuda", (1, 6), {}), ("cuda", (4, 6), {"beta": 2})],
+)
+def test_a_bias_and_a_scaled_sum_stay_in_the_product(
+    device: str, bias: tuple[int, ...], scale: dict[str, float]
+) -> None:
+    graph = with_addmm(device, bias, **scale)
+    split_residual_adds(graph)
+    assert ops_of(graph) == ["aten.addmm.default"]
+
+
+def test_the_default_passes_are_by_device_and_compiler() -> None:
+    def passes_of(device_type: str, name: Compiler, chosen: list[str] | None = None) -> Any:
+        config = Config(compiler=CompilerConfig(name=name, passes=chosen))
+        return resolve(config, device_type=device_type).compiler.passes
+
+    assert passes_of("cuda", Compiler.INDUCTOR) == ["residual_add"]
+    assert passes_of("cuda", Compiler.INDUCTOR, []) == []
+    assert passes_of("cpu", Compiler.INDUCTOR) is None
+    assert passes_of("cuda", Compiler.EAGER) is None
 
 
 # ---- names and keys ------------------------------------------------------------------------------

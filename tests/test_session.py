@@ -683,80 +683,70 @@ def test_dump_dir_holds_the_sources_of_the_pieces(tmp_path: Path) -> None:
     ]
 
 
-# ---- ops in parts --------------------------------------------------------------------------------
+# ---- bound ops ----------------------------------------------------------------------------------
 
-PARTS: list[str] = []
-
-
-def _in_parts(x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
-    done = pcgsvc.current_context().prologue_done
-    PARTS.append("rest" if done else "whole")
-    if not done:
-        cache.copy_(x * 3)
-    out.copy_(cache + 1)
+CALLS: list[str] = []
 
 
-def _prologue(x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> bool:
-    PARTS.append("prologue")
-    cache.copy_(x * 3)
-    return True
+def _plus_one(x: torch.Tensor, out: torch.Tensor) -> None:
+    CALLS.append("kernel")
+    torch.add(x, 1, out=out)
 
 
-def _bind(x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-    assert pcgsvc.current_context().prologue_done
+def _bind_plus_one(x: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    CALLS.append("bind")
 
     def again() -> None:
-        PARTS.append("bound")
-        out.copy_(cache + 1)
+        CALLS.append("bound")
+        torch.add(x, 1, out=out)
 
     return again
 
 
 register_splitting_op(
-    "toy::in_parts",
-    _in_parts,
-    mutates_args=("cache", "out"),
+    "toy::bound",
+    _plus_one,
+    mutates_args=("out",),
     support=Support.ALWAYS,
-    bind=_bind,
-    prologue=_prologue,
+    bind=_bind_plus_one,
 )
 
 
 @pytest.mark.parametrize("strategy", [Strategy.FX, Strategy.BREAKABLE])
-def test_a_prologue_is_captured_and_the_rest_of_its_op_is_bound_once(strategy: Strategy) -> None:
+def test_a_replay_calls_what_an_op_was_bound_to(strategy: Strategy) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         x = x.sin()
-        cache, out = torch.empty_like(x), torch.empty_like(x)
-        torch.ops.toy.in_parts(x, cache, out)
+        out = torch.empty_like(x)
+        torch.ops.toy.bound(x, out)
         return out * 2
 
-    PARTS.clear()
+    CALLS.clear()
     config = make_config("piecewise", (4,))
     config.partition.strategy = strategy
     with pcgsvc.build_runner(forward, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
-        assert PARTS.count("prologue") == 1
-        assert PARTS[PARTS.index("prologue") + 1] == "rest"
+        assert CALLS.count("bind") == 1
+        assert CALLS[CALLS.index("bind") - 1] == "kernel"
         for seed in (1, 2):
-            PARTS.clear()
+            CALLS.clear()
             x = rows(3, seed=seed)
-            assert torch.equal(runner(x), (x.sin() * 3 + 1) * 2)
-            assert PARTS == ["bound"]
+            assert torch.equal(runner(x), (x.sin() + 1) * 2)
+            assert CALLS == ["bound"]
 
 
-def test_a_full_graph_holds_the_whole_op() -> None:
+def test_a_full_graph_holds_the_op_and_binds_nothing() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         x = x.sin()
-        cache, out = torch.empty_like(x), torch.empty_like(x)
-        torch.ops.toy.in_parts(x, cache, out)
+        out = torch.empty_like(x)
+        torch.ops.toy.bound(x, out)
         return out * 2
 
-    PARTS.clear()
+    CALLS.clear()
     with build(forward, sizes=(4,), mode="full") as runner:
-        assert set(PARTS) == {"whole"}
-        PARTS.clear()
+        assert set(CALLS) == {"kernel"}
+        CALLS.clear()
         x = rows(3)
-        assert torch.equal(runner(x), (x.sin() * 3 + 1) * 2)
-        assert PARTS == []
+        assert torch.equal(runner(x), (x.sin() + 1) * 2)
+        assert CALLS == []
 
 
 def test_an_unjoined_side_stream_is_told_with_its_way_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import operator
 import subprocess
@@ -321,16 +322,28 @@ def test_load_static_kernel_launches_and_unloads(
     assert calls[2:] == ([("unload", "module")] if len(handles) == 4 else [])
 
 
-def test_raw_stream_asks_torch_for_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 100 + i, raising=False)
-    assert private.raw_stream(3) == 103
+def test_settle_triton_cache_points_groups_to_where_they_lie(tmp_path: Path) -> None:
+    names = ["attend.json", "attend.cubin"]
+    group = tmp_path / "KEY" / "__grp__attend.json"
+    group.parent.mkdir()
+    group.write_text(json.dumps({"child_paths": {n: f"/gone/KEY/{n}" for n in names}}))
+    private.settle_triton_cache(tmp_path)
+    found = json.loads(group.read_text())["child_paths"]
+    assert found == {n: str(group.parent / n) for n in names}
 
 
-@pytest.mark.gpu
-def test_raw_stream_is_the_current_one() -> None:
-    assert private.raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
-    with torch.cuda.stream(torch.cuda.Stream()) as _:
-        assert private.raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+def test_triton_finds_a_kernel_group_in_a_moved_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = pytest.importorskip("triton.runtime.cache")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "old"))
+    made = cache.get_cache_manager("ab" * 32)
+    made.put_group("k.json", {"k.json": made.put("{}", "k.json", binary=False)})
+    (tmp_path / "old").rename(tmp_path / "new")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new"))
+    private.settle_triton_cache(tmp_path / "new")
+    found = cache.get_cache_manager("ab" * 32).get_group("k.json")
+    assert Path(found["k.json"]).is_relative_to(tmp_path / "new")
 
 
 def test_is_inductor_kernel_tells_nothing_else_for_one() -> None:

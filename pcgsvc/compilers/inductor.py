@@ -165,7 +165,7 @@ def _options(config: CompilerConfig, cut: Sequence[str]) -> dict[str, Any]:
         threads=config.threads,
     )
     borders = torch_private.partition_options(cut) if cut else {}
-    passes = pass_options(config.passes)
+    passes = pass_options(config.passes or ())
     return {"config_patches": {**ours, **tuning, **borders, **passes, **config.options}}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.compilers.residual_add import split_residual_adds
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.ops.attention_quant import fuse_attention_quant
 
@@ -39,6 +40,7 @@ class GraphPass:
 
 PASSES: dict[str, GraphPass] = {
     "attention_quant": GraphPass(run=fuse_attention_quant),
+    "residual_add": GraphPass(run=split_residual_adds, late=True),
 }
 """By name; whoever has another one adds it before building."""
 

@@ -226,19 +226,13 @@ class Session:
             result = kernel(*args, **kwargs)
             self._mask_padding(padded_of(result))
             return result
-        prologue = spec.prologue if spec is not None and self._open else None
-        done = prologue is not None and prologue(*args, **kwargs)
         self._end()
-        self._context.prologue_done = done
-        try:
-            with handle_breaks(None):
-                result = kernel(*args, **kwargs)
-                padded = padded_of(result)
-                zero_padding(padded)
-            bind = spec.bind if spec is not None else None
-            result, step = self._bind(name, kernel, args, kwargs, result, padded, bind)
-        finally:
-            self._context.prologue_done = False
+        with handle_breaks(None):
+            result = kernel(*args, **kwargs)
+            padded = padded_of(result)
+            zero_padding(padded)
+        bind = spec.bind if spec is not None else None
+        result, step = self._bind(name, kernel, args, kwargs, result, padded, bind)
         self._steps.append((name, False, step))
         if self._within is not None:
             self._begin(self._within)

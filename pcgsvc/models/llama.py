@@ -87,23 +87,22 @@ class DecoderLayer(nn.Module):
     def __init__(self, dims: LlamaDims, **where: Any) -> None:
         super().__init__()
         self.head_dim = dims.head_dim
-        self.widths = [n * dims.head_dim for n in (dims.num_heads, *[dims.num_kv_heads] * 2)]
-        hidden = dims.hidden_size
+        self.num_heads, self.num_kv_heads = dims.num_heads, dims.num_kv_heads
+        hidden, queries = dims.hidden_size, dims.num_heads * dims.head_dim
         self.input_norm = RMSNorm(hidden, dims.norm_eps, **where)
-        self.qkv_proj = Linear(sum(self.widths), hidden, **where)
-        self.o_proj = Linear(hidden, self.widths[0], **where)
+        self.qkv_proj = Linear(queries + 2 * dims.num_kv_heads * dims.head_dim, hidden, **where)
+        self.o_proj = Linear(hidden, queries, **where)
         self.post_norm = RMSNorm(hidden, dims.norm_eps, **where)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int
     ) -> torch.Tensor:
         """Return the residual stream [T, E] after this block; cos and sin are [T, 1, D / 2]."""
-        heads = [
-            part.unflatten(-1, (-1, self.head_dim))
-            for part in self.qkv_proj(self.input_norm(x)).split(self.widths, dim=-1)
-        ]
-        q, k, v = rotate(heads[0], cos, sin), rotate(heads[1], cos, sin), heads[2]
-        out = torch.empty_like(q)
+        heads = self.qkv_proj(self.input_norm(x)).unflatten(-1, (-1, self.head_dim))
+        turned, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        # Queries and keys are turned alike, so in one kernel.
+        q, k = rotate(turned, cos, sin).split((self.num_heads, self.num_kv_heads), dim=1)
+        out = q.new_empty(q.shape)
         torch.ops.pcgsvc.attention(q, k, v, out, layer)
         x = x + self.o_proj(out.flatten(1))
         return x + self.feed_forward(self.post_norm(x))

@@ -137,22 +137,6 @@ class AttentionBackend(abc.ABC):
     ) -> None:
         """Write k and v to the cache, then attention of q [T, H, D] into `output` [T, H, D]."""
 
-    def prologue(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        output: torch.Tensor,
-        layer: int,
-        context: ForwardContext,
-    ) -> bool:
-        """Do, in the segment before the boundary, what of `forward` may always be captured.
-
-        Returns whether anything was done; `forward` and `bind` then find `context.prologue_done`.
-        Reads no host field. What it launches must have been launched by `forward` before.
-        """
-        return False
-
     def bind(
         self,
         q: torch.Tensor,
@@ -193,14 +177,6 @@ def _bind_attention(
     return None if backend is None else backend.bind(q, k, v, output, layer, context)
 
 
-def _attention_prologue(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, layer: int
-) -> bool:
-    context = current_context()
-    backend = context.attention
-    return backend is not None and backend.prologue(q, k, v, output, layer, context)
-
-
 register_splitting_op(
     "pcgsvc::attention",
     attention,
@@ -208,5 +184,4 @@ register_splitting_op(
     support=None,
     zeroes_padding=True,
     bind=_bind_attention,
-    prologue=_attention_prologue,
 )

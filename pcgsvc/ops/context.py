@@ -53,7 +53,6 @@ class ForwardContext:
         "kv_lens",
         "num_tokens_tensor",
         "padded_tokens",
-        "prologue_done",
         "query_start_loc",
         "seq_lens",
         "slot_mapping",
@@ -83,9 +82,6 @@ class ForwardContext:
     ) -> None:
         self.in_segment = False
         """Set by the capture session while a segment is being captured or recorded."""
-        self.prologue_done = False
-        """Set by the capture session around an op whose `OpSpec.prologue` is in the segment before
-        it: what that does is not to be done again."""
         self.padded_tokens = padded_tokens
         """Rows of every row-wise tensor of this step; constant for a captured entry."""
         self.uniform_query_len = uniform_query_len

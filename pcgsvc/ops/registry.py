@@ -46,10 +46,6 @@ class OpSpec:
     """Called like the kernel, right after it, over the buffers of a captured entry: returns the
     same call with everything looked up, or None. It runs on the runner's stream at each replay;
     the session keeps the buffers."""
-    prologue: Callable[..., bool] | None = None
-    """Called like the kernel, in the segment that ends before it: does the part of the op that may
-    be captured, which then costs no launch at replay, and returns whether it did. Kernel and `bind`
-    then find `ForwardContext.prologue_done`."""
     reason: str | None = None
     """Why no graph may hold it, for reports; None: nothing to say but that it is registered."""
 
@@ -115,13 +111,12 @@ def register_splitting_op(
     tags: Iterable[torch.Tag] = (),
     stands_for: str | None = None,
     bind: Callable[..., Callable[[], None] | None] | None = None,
-    prologue: Callable[..., bool] | None = None,
     reason: str | None = None,
 ) -> OpSpec:
     """Register `kernel` as splitting op `name`; see `splitting_op`. `support=None`: the backend's.
 
-    `stands_for`: the splitting op that a compiler pass may replace by this one. `bind` and
-    `prologue`: see `OpSpec`. `reason`: why it is a boundary, in the words of reports.
+    `stands_for`: the splitting op that a compiler pass may replace by this one. `bind`: see
+    `OpSpec`. `reason`: why it is a boundary, in the words of reports.
 
     `torch.library.custom_op` is not used: it costs 4 to 7 times as much per call as
     `Library.define` and `impl` (measured on torch 2.11, 2.13 and 2.14).
@@ -163,7 +158,6 @@ def register_splitting_op(
         zeroes_padding=zeroes_padding,
         stands_for=stands_for,
         bind=bind,
-        prologue=prologue,
         reason=reason,
     )
     _SPECS[name] = spec

@@ -163,6 +163,29 @@ def test_share_in_step_lets_a_request_read_what_another_one_writes() -> None:
     check(attention, step)
 
 
+@pytest.mark.parametrize("share_in_step", [False, True])
+def test_a_bound_call_sees_what_is_in_its_buffers_now(share_in_step: bool) -> None:
+    attention = backend(share_in_step=share_in_step)
+    step = cases.make_step(attention, *BATCHES["mixed"])
+    out = torch.full_like(step.q, float("nan"))
+    args = (step.q, step.k, step.v, out, 0, step.context)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        attention.forward(*args)
+        again = attention.bind(*args)
+        assert again is not None
+        for tensor in (step.q, step.k, step.v):
+            tensor.normal_()
+        step.context.kv_lens[0] -= 100
+        out.fill_(float("nan"))
+        again()
+        got = out.clone()
+        out.fill_(float("nan"))
+        attention.forward(*args)
+        torch.cuda.synchronize()
+    assert not got.isnan().any()
+    assert torch.equal(got, out)
+
+
 def test_a_cache_beyond_two_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GiB of free GPU memory")
