@@ -33,8 +33,9 @@ class Batch:
     seq_lens: Sequence[int] | None = None
     """Length of each request after this call, its new tokens included; None: all are new."""
     block_tables: Any = None
-    """KV blocks of each request, [requests, blocks]; None: scratch blocks, contents undefined
-    before and after the call, so only whole new requests make sense."""
+    """KV blocks of each request, [requests, blocks], from those that are the caller's
+    (`runner.report["kv_cache"]` says how many scratch blocks come first); None: scratch blocks,
+    contents undefined before and after the call, so only whole new requests are possible."""
     slot_mapping: Any = None
     """KV slot (block * block_size + offset) that each row writes; None: derived from the tables."""
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +94,8 @@ def check_batch(batch: Batch | None, num_tokens: int, cache: CacheGeometry | Non
     """
     if batch is None:
         batch = Batch(query_lens=[num_tokens])
+    if not isinstance(batch, Batch):
+        raise BatchError(f"batch: got {type(batch).__name__}, a pcgsvc.Batch is needed.")
     query_lens = _lengths("query_lens", batch.query_lens)
     if sum(query_lens) != num_tokens:
         raise BatchError(
@@ -117,6 +120,8 @@ def check_batch(batch: Batch | None, num_tokens: int, cache: CacheGeometry | Non
         if slots is None:
             size = cache.block_size
             slots = tables[owners, positions // size] * size + positions % size
+        if batch.block_tables is not None:
+            _check_distinct(slots, cache)
     return CheckedBatch(
         query_lens=query_lens,
         seq_lens=seq_lens,
@@ -127,6 +132,19 @@ def check_batch(batch: Batch | None, num_tokens: int, cache: CacheGeometry | Non
         slot_mapping=slots,
         extras=batch.extras,
     )
+
+
+def refuse_lost_context(batch: CheckedBatch) -> None:
+    """Refuse requests with earlier tokens whose blocks the caller did not name.
+
+    Not a part of `check_batch`: verification times and compares such steps over scratch blocks.
+    """
+    if batch.block_tables is not None and batch.seq_lens != batch.query_lens:
+        raise BatchError(
+            f"batch.seq_lens: got {batch.seq_lens} with query_lens {batch.query_lens} and no "
+            "block_tables; without them a request lies in scratch blocks, which hold nothing of "
+            "its earlier tokens. Pass the blocks that they were written to."
+        )
 
 
 def _lengths(name: str, given: Any) -> list[int]:
@@ -156,23 +174,35 @@ def _check_tables(batch: Batch, seq_lens: list[int], cache: CacheGeometry) -> In
         if batch.slot_mapping is not None:
             raise BatchError("batch.slot_mapping: given without block_tables; pass both.")
         return _scratch_tables(seq_lens, cache)
-    tables = _host_ints("block_tables", batch.block_tables, 2)
-    _check_blocks(tables, seq_lens, cache)
-    return tables
+    return _check_blocks(_host_ints("block_tables", batch.block_tables, 2), seq_lens, cache)
 
 
 def _check_slots(batch: Batch, num_tokens: int, cache: CacheGeometry) -> Ints | None:
     if batch.slot_mapping is None:
         return None
     slots = _host_ints("slot_mapping", batch.slot_mapping, 1)
-    low, high = cache.block_size, cache.num_blocks * cache.block_size
+    low, high = cache.first_free_block * cache.block_size, cache.num_blocks * cache.block_size
     if len(slots) != num_tokens or slots.min() < low or slots.max() >= high:
         raise BatchError(
             f"batch.slot_mapping: got {len(slots)} slots from {slots.min()} to {slots.max()}; "
             f"{num_tokens} slots from {low} to {high - 1} are needed (block {NULL_BLOCK} is the "
-            "null block)."
+            f"null block, those below {cache.first_free_block} are the runner's own)."
         )
     return slots
+
+
+def _check_distinct(slots: Ints, cache: CacheGeometry) -> None:
+    """Refuse two rows that write one slot: which of them stays would be chance."""
+    if len(slots) == 1:
+        return
+    ordered = np.sort(slots)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        block, offset = divmod(int(twice[0]), cache.block_size)
+        raise BatchError(
+            f"batch: two rows write KV slot {twice[0]} (block {block}, offset {offset}). Requests "
+            "may share blocks that they only read; give each its own for the new tokens."
+        )
 
 
 def _host_ints(name: str, given: Any, dims: int) -> Ints:
@@ -198,7 +228,8 @@ def _host_ints(name: str, given: Any, dims: int) -> Ints:
     return values.astype(np.int64, copy=False)
 
 
-def _check_blocks(tables: Ints, seq_lens: list[int], cache: CacheGeometry) -> None:
+def _check_blocks(tables: Ints, seq_lens: list[int], cache: CacheGeometry) -> Ints:
+    """Return the tables with nothing in the columns that no request reaches."""
     needed = [-(-s // cache.block_size) for s in seq_lens]
     if len(tables) != len(seq_lens) or tables.shape[1] < max(needed):
         raise BatchError(
@@ -207,12 +238,14 @@ def _check_blocks(tables: Ints, seq_lens: list[int], cache: CacheGeometry) -> No
         )
     used = np.arange(tables.shape[1])[None] < np.asarray(needed)[:, None]
     blocks = tables[used]
-    if blocks.min() <= NULL_BLOCK or blocks.max() >= cache.num_blocks:
+    if blocks.min() < cache.first_free_block or blocks.max() >= cache.num_blocks:
         raise BatchError(
             f"batch.block_tables: got blocks from {blocks.min()} to {blocks.max()}; blocks "
-            f"{NULL_BLOCK + 1} … {cache.num_blocks - 1} exist, of which {cache.first_free_block} … "
-            "are the caller's."
+            f"{cache.first_free_block} … {cache.num_blocks - 1} are the caller's (block "
+            f"{NULL_BLOCK} is the null block, those below {cache.first_free_block} are the "
+            "runner's own)."
         )
+    return np.where(used, tables, NULL_BLOCK)
 
 
 def _scratch_tables(seq_lens: list[int], cache: CacheGeometry) -> Ints:

@@ -30,7 +30,8 @@ CONFIG_MODULE = "pkg://pcgsvc.conf"
 SCHEMA = "pcgsvc_schema"
 
 _STORE_LOCK = threading.Lock()
-"""Hydra's config store is process-wide; our entry is in it only while this lock is held."""
+"""Hydra's config store is process-wide; our entry is in it only while this lock is held. The host
+knows no such lock: a dict that it may be walking through is replaced, never changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +149,16 @@ def open_loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
         search_path.prepend("user", f"file://{Path(config_dir).resolve()}")
     with _STORE_LOCK:
         store, version = ConfigStore.instance(), VersionBase.instance()
-        known = store.repo.get(f"{SCHEMA}.yaml")
+        known = f"{SCHEMA}.yaml" in store.repo
         base = version.version_base  # composing sets it where the process has not
+        store.repo = dict(store.repo)
         register_schema()
         try:
             yield ConfigLoaderImpl(config_search_path=search_path)
         finally:
             version.version_base = base
-            if known is None:
-                del store.repo[f"{SCHEMA}.yaml"]
+            if not known:
+                store.repo = {k: v for k, v in store.repo.items() if k != f"{SCHEMA}.yaml"}
 
 
 def load_tree(

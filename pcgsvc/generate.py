@@ -44,7 +44,9 @@ def generate(
     """Continue prompts greedily.
 
     Args:
-        runner: of a language model with a tokenizer.
+        runner: of a language model with a tokenizer. Other threads' calls wait until all is
+            generated. The KV blocks from `first_free_block` on are used: a caller that keeps
+            sequences of its own in them must not generate in between.
         prompts: texts; nothing is added to them but what the tokenizer adds.
         max_new_tokens: most tokens per prompt, at least 1.
         return_ids: return token ids instead of text.
@@ -61,6 +63,11 @@ def generate(
         raise ConfigError(
             "generate: this model has no tokenizer. Use model=smollm2, or generate_ids(...)."
         )
+    if isinstance(prompts, str):
+        raise BatchError("prompts: got one text, a list of texts is needed: generate([text]).")
+    for text in prompts:
+        if not isinstance(text, str):
+            raise BatchError(f"prompts: got {text!r}, texts are needed; or generate_ids(...).")
     ids = [tokenizer.encode(text) for text in prompts]
     out = generate_ids(runner, ids, max_new_tokens, end_ids=tokenizer.eos_token_ids)
     return out if return_ids else [tokenizer.decode(o) for o in out]
@@ -78,18 +85,28 @@ def generate_ids(
     geometry = parts.workspace.geometry
     if not parts.is_language_model or geometry is None:
         raise ConfigError("generate: the model is no language model with attention.")
-    if max_new_tokens < 1:
-        raise BatchError(f"max_new_tokens: got {max_new_tokens}, at least 1 is needed.")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise BatchError(
+            f"max_new_tokens: got {max_new_tokens!r}, a whole number is needed, at least 1."
+        )
     requests = _requests(prompts, max_new_tokens, geometry)
+    with runner.lock:  # the blocks are ours from the first step to the last
+        _run(runner, requests, max_new_tokens, end_ids)
+    return [[t for t in r.new if t not in end_ids] for r in requests]
+
+
+def _run(
+    runner: Runner, requests: list[Request], max_new_tokens: int, end_ids: frozenset[int]
+) -> None:
+    parts = runner.parts
     most = max((k[1].num_tokens for k in parts.table.entries), default=parts.workspace.max_tokens)
     for chunk in _chunks(requests, most, parts.workspace.max_reqs):
         _step(runner, chunk)
-    running = list(requests)
+    running = requests
     while running:
         running = [r for r in running if len(r.new) < max_new_tokens and r.new[-1] not in end_ids]
         for first in range(0, len(running), parts.workspace.max_reqs):
             _step(runner, [(r, 1) for r in running[first : first + parts.workspace.max_reqs]])
-    return [[t for t in r.new if t not in end_ids] for r in requests]
 
 
 def _requests(

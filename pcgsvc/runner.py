@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from pcgsvc.arguments import Arguments
-from pcgsvc.batch import Batch, CheckedBatch, check_batch
+from pcgsvc.batch import Batch, CheckedBatch, check_batch, refuse_lost_context
 from pcgsvc.config import Config, Mode, OnUncovered, Outputs
 from pcgsvc.dispatch import BatchDescriptor, Dispatch, DispatchTable
 from pcgsvc.errors import BatchError, PcgError, UncoveredError
@@ -101,7 +102,8 @@ class Runner:
     def __init__(self, parts: RunnerParts, *, at_close: Callable[[], None] = lambda: None) -> None:
         self._parts: RunnerParts | None = parts
         self._at_close = at_close
-        self._lock = threading.RLock()
+        self._lock, self._process = threading.RLock(), os.getpid()
+        self._running = False
         self._hits: Counter[str] = Counter()
         self._calls: Counter[tuple[int, bool]] = Counter()
         self._entries = [f"{m.value}:{d.num_tokens}" for m, d in parts.table.entries]
@@ -138,25 +140,38 @@ class Runner:
             BatchError: inputs or batch do not fit; nothing was touched.
             UncoveredError: no graph serves the call and `on_uncovered=error` or `strict=true`.
             StaleAddressError: a weight's memory was replaced since capture.
+            PcgError: the runner is closed, or a splitting op of its own model called it.
         """
-        with self._lock, torch.no_grad():
-            parts = self._open()
-            inputs, num_tokens = self._bind(parts, args, kwargs)
-            checked = self._check(parts, batch, num_tokens)
-            uniform = parts.dispatch.is_uniform(checked.query_lens)
-            found = None
-            if not parts.predicate.conditions or parts.predicate.broken_by(num_tokens) is None:
-                found = parts.dispatch.find(num_tokens, len(checked.query_lens), uniform)
-            if found is None:
-                self._count_uncovered(parts, checked, uniform)
-            assert self._weights is not None
-            self._weights.check()
-            if parts.workspace.stream is None and not torch.is_autocast_enabled("cpu"):
-                results = self._execute(parts, found, inputs, checked)
-            else:
-                results = self._execute_apart(parts, found, inputs, checked)
-            self._calls[num_tokens, uniform] += 1
-            return parts.outputs.build(results, inputs)
+        with self.lock, torch.no_grad():
+            if self._running:
+                raise PcgError(
+                    "the runner was called by a splitting op of a call that it is still busy with; "
+                    "both would use the same buffers. Build another runner for the inner model."
+                )
+            self._running = True
+            try:
+                return self._call(args, kwargs, batch)
+            finally:
+                self._running = False
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch | None) -> Any:
+        parts = self._open()
+        inputs, num_tokens = self._bind(parts, args, kwargs)
+        checked = self._check(parts, batch, num_tokens)
+        uniform = parts.dispatch.is_uniform(checked.query_lens)
+        found = None
+        if not parts.predicate.conditions or parts.predicate.broken_by(num_tokens) is None:
+            found = parts.dispatch.find(num_tokens, len(checked.query_lens), uniform)
+        if found is None:
+            self._count_uncovered(parts, checked, uniform)
+        assert self._weights is not None
+        self._weights.check()
+        if parts.workspace.stream is None and not torch.is_autocast_enabled("cpu"):
+            results = self._execute(parts, found, inputs, checked)
+        else:
+            results = self._execute_apart(parts, found, inputs, checked)
+        self._calls[num_tokens, uniform] += 1
+        return parts.outputs.build(results, inputs)
 
     def plan(self, num_tokens: int, query_lens: Sequence[int] | None = None) -> Dispatch:
         """Return what a batch of `num_tokens` rows would run, and why; runs nothing.
@@ -204,7 +219,7 @@ class Runner:
             StateError: the state does not fit; nothing was written.
             StaleAddressError: a weight's memory was replaced since capture.
         """
-        with self._lock, self.on_stream():
+        with self.lock, self.on_stream():
             stream = self.parts.workspace.stream
             assert self._weights is not None
             return self._weights.load(state, strict=strict, stream=stream)
@@ -218,8 +233,23 @@ class Runner:
 
     @property
     def lock(self) -> threading.RLock:
-        """Held during calls; hold it to use `parts` from outside."""
+        """Held during calls; hold it to use `parts` from outside.
+
+        Raises:
+            PcgError: this process is a fork of the one that built the runner, and it uses CUDA.
+        """
+        if self._process != os.getpid():
+            self._after_fork()
         return self._lock
+
+    def _after_fork(self) -> None:
+        """Take a new lock: the thread that may hold the old one is not in this process."""
+        if self._parts is not None and self._parts.workspace.stream is not None:
+            raise PcgError(
+                f"the runner was built in process {self._process}, of which this one is a fork; "
+                "CUDA does not work here. Start processes by 'spawn' and build a runner in each."
+            )
+        self._lock, self._process, self._running = threading.RLock(), os.getpid(), False
 
     def on_stream(self) -> contextlib.AbstractContextManager[torch.cuda.Stream | None]:
         """Return a block that runs on the runner's stream, ordered with the caller's."""
@@ -233,7 +263,7 @@ class Runner:
             fallbacks: calls without a graph, with reasons. calls: counts by true row count and
             kind of batch. padding_share: padding rows by all rows that ran.
         """
-        with self._lock:
+        with self.lock:
             fallbacks = [
                 {"num_tokens": n, "reason": reason, "count": count}
                 for (n, reason), count in sorted(self._fallbacks.items())
@@ -253,7 +283,7 @@ class Runner:
 
     def reset_stats(self) -> None:
         """Forget all counts, so that `stats()` speaks of what follows."""
-        with self._lock:
+        with self.lock:
             self._hits.clear()
             self._calls.clear()
             self._fallbacks.clear()
@@ -263,7 +293,7 @@ class Runner:
 
     def close(self) -> None:
         """Free graphs, pool, buffers and KV cache; twice is fine."""
-        with self._lock:
+        with self.lock:
             parts, self._parts = self._parts, None
             if parts is None:
                 return
@@ -282,11 +312,19 @@ class Runner:
 
     def __enter__(self) -> Runner:
         """Return self; the runner is closed at the end of the block."""
+        self._open()
         return self
 
     def __exit__(self, *exc: object) -> None:
         """Close the runner."""
         self.close()
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied or pickled: graphs and their memory belong to one process."""
+        raise TypeError(
+            "a Runner cannot be copied or pickled: graphs belong to the process that captured them. "
+            "Call pcgsvc.load_runner(...) where it is needed; it starts warm from the disk cache."
+        )
 
     def _open(self) -> RunnerParts:
         if self._parts is None:
@@ -298,7 +336,10 @@ class Runner:
     def _check(self, parts: RunnerParts, batch: Batch | None, num_tokens: int) -> CheckedBatch:
         """Check a batch; what a call without one means is worked out once per row count."""
         if batch is not None:
-            return check_batch(batch, num_tokens, parts.workspace.geometry)
+            checked = check_batch(batch, num_tokens, parts.workspace.geometry)
+            if batch.block_tables is None:
+                refuse_lost_context(checked)
+            return checked
         checked = self._plain_batches.get(num_tokens)
         if checked is None:
             checked = check_batch(None, num_tokens, parts.workspace.geometry)

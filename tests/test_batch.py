@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "tables narrow": ({"query_lens": [5], "block_tables": [[6]]}, 5, "at least 2"),
     "null block": ({"query_lens": [1], "block_tables": [[0]]}, 1, "got blocks from 0"),
     "negative block": ({"query_lens": [1], "block_tables": [[-1]]}, 1, "got blocks from -1"),
-    "no such block": ({"query_lens": [1], "block_tables": [[12]]}, 1, "1 … 11 exist"),
+    "no such block": ({"query_lens": [1], "block_tables": [[12]]}, 1, "6 … 11 are the caller"),
     "ragged hole": ({"query_lens": [5, 1], "block_tables": [[6], [7, 8]]}, 6, "block"),
     "rows of no list": ({"query_lens": [1, 1], "block_tables": [[6], 7]}, 2, "block_tables"),
     "slots short": (
@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "slot above": (
         {"query_lens": [1], "block_tables": [[6]], "slot_mapping": [48]},
         1,
-        "from 4 to 47",
+        "from 24 to 47",
     ),
     "slot negative": (
         {"query_lens": [1], "block_tables": [[6]], "slot_mapping": [-1]},
@@ -84,6 +84,46 @@ def test_a_batch_that_does_not_fit_is_refused(name: str) -> None:
         check_batch(Batch(**fields), num_tokens, CACHE)
     assert str(caught.value).startswith("batch")
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"block_tables": [[3, 7], [8, 9]]}, "blocks from 3 to 9; blocks 6 … 11"),
+        ({"block_tables": [[6, 7], [7, 8]]}, r"two rows write KV slot 28 \(block 7, offset 0"),
+        ({"block_tables": [[6, 6], [7, 8]]}, "two rows write KV slot 24"),
+        (
+            {"block_tables": [[6, 7], [8, 9]], "slot_mapping": [24] * 2 + list(range(30, 38))},
+            "two rows write KV slot 24",
+        ),
+        (
+            {"block_tables": [[6, 7], [8, 9]], "slot_mapping": list(range(22, 32))},
+            "those below 6 are the runner's own",
+        ),
+    ],
+    ids=str,
+)
+def test_a_batch_writes_each_slot_once_and_none_of_the_runner_s(
+    fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BatchError, match=words):
+        check_batch(Batch(query_lens=[5, 5], **fields), 10, CACHE)
+
+
+def test_blocks_may_be_shared_where_they_are_only_read() -> None:
+    batch = Batch(query_lens=[1, 1], seq_lens=[5, 6], block_tables=[[6, 7], [6, 8]])
+    assert check_batch(batch, 2, CACHE).slot_mapping.tolist() == [28, 33]  # type: ignore[union-attr]
+
+
+def test_what_lies_in_columns_that_no_request_reaches_is_left_out() -> None:
+    tables = [[6, 99, -5], [7, 8, 2**40]]
+    checked = check_batch(Batch(query_lens=[1, 5], block_tables=tables), 6, CACHE)
+    assert checked.block_tables.tolist() == [[6, 0, 0], [7, 8, 0]]  # type: ignore[union-attr]
+
+
+def test_a_batch_is_a_batch() -> None:
+    with pytest.raises(BatchError, match=r"batch: got dict, a pcgsvc\.Batch is needed"):
+        check_batch({"query_lens": [1]}, 1, CACHE)  # type: ignore[arg-type]
 
 
 def test_no_batch_is_one_new_request() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -247,3 +248,25 @@ def test_uniform_batches_of_two_tokens_use_full_graphs() -> None:
         )
         torch.testing.assert_close(got, logits_of(a)[2:], rtol=1e-4, atol=1e-4)
         assert set(runner.stats()["hits"]) == {"full:2", "full:4"}
+
+
+def test_threads_that_generate_wait_for_each_other(any_runner: pcgsvc.Runner) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        got = list(pool.map(lambda p: generate_ids(any_runner, [p], NEW), PROMPTS[:3] * 2))
+    assert [g for (g,) in got] == wanted(PROMPTS[:3], NEW) * 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new", "words"),
+    [
+        ("1 2", 3, r"got one text.*generate\(\[text\]\)"),
+        ([5], 3, "got 5, texts are needed"),
+        (["1 2"], 2.5, "max_new_tokens: got 2.5, a whole number"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_texts_is_refused(
+    spoken: pcgsvc.Runner, prompts: Any, new: Any, words: str
+) -> None:
+    with pytest.raises(BatchError, match=words):
+        spoken.generate(prompts, new)

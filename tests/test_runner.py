@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import json
+import os
+import pickle
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -584,3 +588,68 @@ def test_a_call_without_a_batch_means_the_same_after_other_batches() -> None:
         runner(ids + 7, torch.tensor([0, 1, 0, 1, 2]), batch=pair)
         runner(ids[:3], positions[:3])
         assert torch.equal(runner(ids, positions), first)
+
+
+# ---- processes and nested calls ------------------------------------------------------------------
+
+
+@pcgsvc.splitting_op("toy::calls_runner", mutates_args=("out",))
+def calls_runner(x: torch.Tensor, out: torch.Tensor) -> None:
+    runner = CALLED.get("runner")
+    out.copy_(x if runner is None else runner(x * 2))
+
+
+CALLED: dict[str, pcgsvc.Runner] = {}
+
+
+def test_a_runner_is_not_called_by_an_op_of_its_own_call() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        torch.ops.toy.calls_runner(x + 1, out)
+        return out * 3
+
+    with build(forward, sizes=[4]) as runner:
+        CALLED["runner"] = runner
+        try:
+            with pytest.raises(PcgError, match="called by a splitting op"):
+                runner(rows(3))
+        finally:
+            del CALLED["runner"]
+        x = rows(3)
+        assert torch.equal(runner(x), (x + 1) * 3)
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not_got(shared: pcgsvc.Runner) -> None:
+    x = rows(3)
+    want = shared(x)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with shared.lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if torch.equal(shared(x), want) else 1)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert status == 0
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
+def test_a_runner_is_neither_copied_nor_pickled(shared: pcgsvc.Runner, how: Any) -> None:
+    with pytest.raises(TypeError, match="a Runner cannot be copied or pickled"):
+        how(shared)
+
+
+def test_a_closed_runner_is_not_entered_again() -> None:
+    runner = build(toy(1), sizes=[4])
+    runner.close()
+    with pytest.raises(PcgError, match="is closed"), runner:
+        pass

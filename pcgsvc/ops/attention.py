@@ -150,7 +150,8 @@ class AttentionBackend(abc.ABC):
 
         Only for a backend that reads nothing of the step on the host: the call is made at each
         replay between graphs, over these buffers and the same static metadata. None: `forward` is
-        called each time.
+        called each time. `bind` itself is called on the runner's stream, with no capture under way:
+        it may capture a graph of its own there.
         """
         return None
 

@@ -113,8 +113,8 @@ def _expected(runner: Runner, traffic: Traffic) -> float:
 def make_batch(parts: RunnerParts, rows: int, uniform: bool, rng: random.Random) -> Batch:
     """Return a batch of `rows` rows of the wanted kind.
 
-    KV blocks are dealt out in turn from all there are, so requests that need more share some; what
-    is computed from them is thrown away.
+    Decoding requests are as long as the cache lets all of them be; what their earlier tokens'
+    blocks hold is whatever was there.
     """
     query_len, cache = parts.config.capture.uniform_query_len, parts.workspace.geometry
     longest = rows if cache is None else cache.max_model_len
@@ -122,14 +122,17 @@ def make_batch(parts: RunnerParts, rows: int, uniform: bool, rng: random.Random)
     lens = uniform_lens if uniform else general_lens(rows, query_len, longest)
     if cache is None:
         return Batch(query_lens=lens)
+    free = cache.num_blocks - cache.first_free_block
     seq_lens = lens
     if uniform:
+        longest = min(longest, free // len(lens) * cache.block_size)
         seq_lens = [rng.randint(n, max(n, longest)) for n in lens]
     needed = np.array([-(-n // cache.block_size) for n in seq_lens])
-    first = np.cumsum(needed) - needed
+    if needed.sum() > free:
+        return Batch(query_lens=lens)
+    first = cache.first_free_block + np.cumsum(needed) - needed
     column = np.arange(needed.max())
-    tables = 1 + (first[:, None] + column) % (cache.num_blocks - 1)
-    tables[column >= needed[:, None]] = 0
+    tables = np.where(column < needed[:, None], first[:, None] + column, 0)
     return Batch(query_lens=lens, seq_lens=seq_lens, block_tables=tables)
 
 
