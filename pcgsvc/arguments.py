@@ -40,7 +40,8 @@ class Arguments:
         """Return a call's inputs by name.
 
         Positional arguments are the inputs in order, or, where one of them is no tensor, the
-        forward's arguments in order. Fixed ones may be left out.
+        forward's arguments in order. Fixed ones may be left out; one that was fixed at None may be
+        meant by a tensor in its place, so that inputs behind it go by name.
 
         Raises:
             BatchError: naming the argument that is missing, unknown, given twice, or no longer what
@@ -50,6 +51,12 @@ class Arguments:
         order = self.inputs if tensors and len(args) <= len(self.inputs) else self.order
         if len(args) > len(order):
             raise BatchError(f"inputs: got {len(args)} by position; {self._needed()}.")
+        if order is self.inputs and (passed_over := self._optional_before(len(args))):
+            raise BatchError(
+                f"inputs: got {len(args)} tensors by position, and the forward has "
+                f"{passed_over[0]}, which was None when built, before the last of them; pass "
+                f"{list(self.inputs[: len(args)])} by name."
+            )
         given: dict[str, Any] = dict(zip(order, args, strict=False))
         for name in kwargs:
             if name in given:
@@ -62,6 +69,23 @@ class Arguments:
         if missing:
             raise BatchError(f"inputs: {missing} are missing; {self._needed()}.")
         return {name: given[name] for name in self.inputs}
+
+    def _optional_before(self, count: int) -> list[str]:
+        """Return the arguments fixed at None that the forward has before its `count`th input."""
+        names = iter(self.order)
+        for wanted in self.inputs[:count]:
+            for name in names:
+                if name == wanted:
+                    break
+                fixed = self.constants if name in self.constants else self.defaults
+                if name in fixed and fixed[name] is None:
+                    return [name]
+        return []
+
+    @property
+    def by_position(self) -> bool:
+        """Whether a call may pass all inputs, and them alone, by position."""
+        return not self._optional_before(len(self.inputs))
 
     def _check_fixed(self, name: str, value: Any) -> None:
         fixed = self.constants if name in self.constants else self.defaults

@@ -115,6 +115,7 @@ class Runner:
         self._weights: Weights | None = Weights(parts.module, workspace.tensors, static)
         self._plain_batches: dict[int, CheckedBatch] = {}
         self._names = [spec.name for spec in parts.workspace.inputs]
+        self._in_order = parts.arguments.by_position
         self._clone = parts.config.outputs is Outputs.CLONE
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if parts.workspace.stream is not None:
@@ -159,18 +160,22 @@ class Runner:
         inputs, num_tokens = self._bind(parts, args, kwargs)
         checked = self._check(parts, batch, num_tokens)
         uniform = parts.dispatch.is_uniform(checked.query_lens)
-        found = None
-        if not parts.predicate.conditions or parts.predicate.broken_by(num_tokens) is None:
+        found, valid = None, True
+        if parts.predicate.conditions:
+            valid = parts.predicate.broken_by(num_tokens) is None
+        if valid:
             found = parts.dispatch.find(num_tokens, len(checked.query_lens), uniform)
         if found is None:
             self._count_uncovered(parts, checked, uniform)
         assert self._weights is not None
         self._weights.check()
+        self._calls[num_tokens, uniform] += 1
+        if not valid:
+            return self._run_itself(parts, inputs, checked)
         if parts.workspace.stream is None and not torch.is_autocast_enabled("cpu"):
             results = self._execute(parts, found, inputs, checked)
         else:
             results = self._execute_apart(parts, found, inputs, checked)
-        self._calls[num_tokens, uniform] += 1
         return parts.outputs.build(results, inputs)
 
     def plan(self, num_tokens: int, query_lens: Sequence[int] | None = None) -> Dispatch:
@@ -322,7 +327,7 @@ class Runner:
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled: graphs and their memory belong to one process."""
         raise TypeError(
-            "a Runner cannot be copied or pickled: graphs belong to the process that captured them. "
+            "a Runner cannot be copied or pickled: graphs belong to the process that made them. "
             "Call pcgsvc.load_runner(...) where it is needed; it starts warm from the disk cache."
         )
 
@@ -336,10 +341,10 @@ class Runner:
     def _check(self, parts: RunnerParts, batch: Batch | None, num_tokens: int) -> CheckedBatch:
         """Check a batch; what a call without one means is worked out once per row count."""
         if batch is not None:
-            checked = check_batch(batch, num_tokens, parts.workspace.geometry)
+            given = check_batch(batch, num_tokens, parts.workspace.geometry)
             if batch.block_tables is None:
-                refuse_lost_context(checked)
-            return checked
+                refuse_lost_context(given)
+            return given
         checked = self._plain_batches.get(num_tokens)
         if checked is None:
             checked = check_batch(None, num_tokens, parts.workspace.geometry)
@@ -381,7 +386,7 @@ class Runner:
     ) -> tuple[dict[str, torch.Tensor], int]:
         """Match arguments with input buffers and return them with the row count."""
         specs = parts.workspace.inputs
-        if len(args) == len(specs) and not kwargs:
+        if self._in_order and len(args) == len(specs) and not kwargs:
             given = dict(zip(self._names, args, strict=True))
         else:
             given = parts.arguments.bind(args, kwargs)
@@ -421,15 +426,31 @@ class Runner:
     def _run_uncaptured(
         self, parts: RunnerParts, inputs: dict[str, torch.Tensor], batch: CheckedBatch
     ) -> list[torch.Tensor]:
-        """Run without graphs: the program, or the module where the program is not valid."""
+        """Run the program without graphs."""
         workspace, rows = parts.workspace, batch.num_tokens
         inputs = {k: v.to(workspace.device).contiguous() for k, v in inputs.items()}
         self._rows += rows
         with use_context(workspace.loose_context(batch)):
-            if parts.predicate.broken_by(rows) is None:
-                program = parts.program.for_size(rows)
-                return program.run(workspace.values(inputs, rows), Direct())
-            return self.run_module(inputs)
+            program = parts.program.for_size(rows)
+            return program.run(workspace.values(inputs, rows), Direct())
+
+    def _run_itself(
+        self, parts: RunnerParts, inputs: dict[str, torch.Tensor], batch: CheckedBatch
+    ) -> Any:
+        """Return what the module itself gives, for a row count that the program is not valid for.
+
+        Nothing of the trace may be put around it: its result may have another structure.
+        """
+        workspace = parts.workspace
+        moved = {k: v.to(workspace.device) for k, v in inputs.items()}
+        self._rows += batch.num_tokens
+        with self._no_autocast(parts), self._on_stream(parts) as caller:
+            with use_context(workspace.loose_context(batch)):
+                result = parts.module(**moved, **parts.arguments.constants)
+            if caller is not None:
+                for tensor in tensors_in(result):
+                    tensor.record_stream(caller)
+        return result
 
     def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Call the module under the current context; results in the order of the graph's."""

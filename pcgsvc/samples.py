@@ -76,8 +76,13 @@ class Samples:
         return lens
 
 
-def fill_junk(specs: list[InputSpec], inputs: dict[str, torch.Tensor], first_row: int) -> None:
-    """Overwrite the rows from `first_row` on: NaN for floats, other valid values for integers."""
+def fill_junk(
+    specs: list[InputSpec], inputs: dict[str, torch.Tensor], first_row: int, *, zeros: bool
+) -> None:
+    """Overwrite the rows from `first_row` on: NaN for floats, for integers other valid values.
+
+    `zeros`: integers get zeros instead, as padding of a call does.
+    """
     for spec in specs:
         tensor = inputs[spec.name]
         for dim in spec.dims:
@@ -85,6 +90,8 @@ def fill_junk(specs: list[InputSpec], inputs: dict[str, torch.Tensor], first_row
             tail = tensor.narrow(dim, first_row, rows - first_row)
             if tensor.is_floating_point():
                 tail.fill_(float("nan"))
+            elif zeros:
+                tail.zero_()
             elif rows > first_row:
                 order = torch.arange(rows - 1, first_row - 1, -1, device=tensor.device) % rows
                 tail.copy_(tensor.index_select(dim, order).clone())

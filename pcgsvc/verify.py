@@ -56,8 +56,8 @@ def verify(
     random.Random(seed).shuffle(order)
     rows = {}
     with runner.lock, torch.no_grad():
-        for key in order:
-            rows[key] = _verify_entry(runner, parts, samples, key, random.Random(seed))
+        for at, key in enumerate(order):
+            rows[key] = _verify_entry(runner, parts, samples, key, random.Random(seed), at % 2 == 0)
             on_entry()
     return [rows[key] for key in keys]
 
@@ -68,13 +68,19 @@ def _verify_entry(
     samples: Samples,
     key: tuple[Mode, BatchDescriptor],
     rng: random.Random,
+    most_padding: bool,
 ) -> dict[str, Any]:
+    """Check one entry; `most_padding`: with the fewest true rows, and integers padded by zeros.
+
+    Both kinds are needed: a forward that counts its rows, or looks for a zero, is found with the
+    former, one that takes some row for another with the latter.
+    """
     mode, descriptor = key
     size = descriptor.num_tokens
-    true = _true_rows(parts, descriptor, rng)
+    true = _true_rows(parts, descriptor, None if most_padding else rng)
     batch = samples.batch(true, uniform=descriptor.uniform)
     padded = samples.inputs(size)
-    fill_junk(parts.workspace.inputs, padded, true)
+    fill_junk(parts.workspace.inputs, padded, true, zeros=most_padding)
     alone = {s.name: s.cut(padded[s.name], true) for s in parts.workspace.inputs}
     state = {n: parts.workspace.tensors[n] for n in parts.mutated}
     with preserved(state), recorded_choices() as choices:
@@ -155,8 +161,11 @@ def tolerance_of(
     return max(tolerance, min(NOISE_FACTOR * noise, NOISE_LIMIT))
 
 
-def _true_rows(parts: RunnerParts, descriptor: BatchDescriptor, rng: random.Random) -> int:
-    """Return a row count that this entry serves, with padding where there can be any."""
+def _true_rows(parts: RunnerParts, descriptor: BatchDescriptor, rng: random.Random | None) -> int:
+    """Return a row count that this entry serves, with padding where there can be any; or the least.
+
+    `rng`: None for the least.
+    """
     smaller = [
         k[1].num_tokens
         for k in parts.table.entries
@@ -164,7 +173,11 @@ def _true_rows(parts: RunnerParts, descriptor: BatchDescriptor, rng: random.Rand
     ]
     step = parts.config.capture.uniform_query_len if descriptor.uniform else 1
     low = max(smaller, default=0) // step + 1
-    return rng.randint(low, max(low, descriptor.num_tokens // step - 1)) * step
+    counts: Sequence[int] = range(low, max(low, descriptor.num_tokens // step - 1) + 1)
+    if parts.predicate.conditions:  # the module runs other row counts itself
+        counts = [n for n in counts if parts.predicate.broken_by(n * step) is None]
+        counts = counts or [descriptor.num_tokens // step]
+    return (counts[0] if rng is None else rng.choice(counts)) * step
 
 
 def replay_padded(
@@ -254,8 +267,10 @@ def self_check(
     parts = runner.parts
     with runner.lock, torch.no_grad():
         _check_one_row(runner, parts, samples)
+        most_padding = False
         for key in list(parts.table.entries):
             on_entry()
+            most_padding = not most_padding
             size = key[1].num_tokens
             if broken := parts.predicate.broken_by(size):
                 del parts.table.entries[key]
@@ -264,7 +279,7 @@ def self_check(
                     f"{key[0].value}: the graph is not valid for it: {broken}"
                 )
                 continue
-            row = _verify_entry(runner, parts, samples, key, random.Random(0))
+            row = _verify_entry(runner, parts, samples, key, random.Random(0), most_padding)
             if row["spoilt_state"] and row["num_tokens"] < row["size"]:
                 raise VerifyError(
                     f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows: padding "
@@ -291,8 +306,9 @@ def _mixes(row: Mapping[str, Any], parts: RunnerParts, *, full: bool) -> str:
     where = f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows"
     gap = f"{row['max_rel_err_true']:.3g} (tolerance {row['tolerance_true']:.3g})"
     text = (
-        f"{where}: padding rows change the true ones by {gap}: the forward mixes rows outside its "
-        "splitting ops. Move that into a splitting op, or set capture.self_check=false."
+        f"{where}: padding rows change the true ones by {gap}: outside its splitting ops, the "
+        "forward mixes rows or computes with their number. Move that into a splitting op, or set "
+        "capture.self_check=false."
     )
     attention = parts.workspace.attention
     if full and attention is not None:

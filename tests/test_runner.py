@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import pickle
-import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -23,7 +22,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import pcgsvc
-from pcgsvc.errors import BatchError, ConfigError, PcgError, StaleAddressError, UncoveredError
+from pcgsvc.errors import (
+    BatchError,
+    ConfigError,
+    PcgError,
+    StaleAddressError,
+    UncoveredError,
+    VerifyError,
+)
 from pcgsvc.ops.context import use_context
 
 
@@ -620,8 +626,6 @@ def test_a_runner_is_not_called_by_an_op_of_its_own_call() -> None:
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_has_not_got(shared: pcgsvc.Runner) -> None:
-    x = rows(3)
-    want = shared(x)
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -634,8 +638,7 @@ def test_a_fork_does_not_wait_for_a_thread_that_it_has_not_got(shared: pcgsvc.Ru
     held.wait()
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
-        os._exit(0 if torch.equal(shared(x), want) else 1)
+        os._exit(0 if shared.lock.acquire(timeout=20) else 1)
     _, status = os.waitpid(child, 0)
     done.set()
     thread.join()
@@ -653,3 +656,56 @@ def test_a_closed_runner_is_not_entered_again() -> None:
     runner.close()
     with pytest.raises(PcgError, match="is closed"), runner:
         pass
+
+
+# ---- what a call means ---------------------------------------------------------------------------
+
+
+def test_positional_arguments_are_the_forward_s_own() -> None:
+    def forward(x: Any, mask: Any = None, y: Any = None) -> Any:
+        x = x * 2 if mask is None else x * mask
+        return x if y is None else x + y
+
+    config = make_config(sizes=(4,))
+    example = {"x": rows(3), "y": rows(3)}
+    dims = {"x": 0, "y": 0}
+    with pcgsvc.build_runner(forward, example, dynamic_dims=dims, config=config) as runner:
+        a, b = rows(3, seed=1), rows(3, seed=2)
+        assert torch.equal(runner(a, None, b), forward(a, None, b))
+        assert torch.equal(runner(a, y=b), forward(a, y=b))
+        with pytest.raises(BatchError, match=r"the forward has mask, which was None when built"):
+            runner(a, b)
+
+
+def by_size(x: torch.Tensor) -> Any:
+    if x.shape[0] > 4:
+        return {"big": x * 2}
+    return (x, x + 1, None)
+
+
+def test_a_row_count_that_the_trace_is_not_valid_for_gives_the_module_s_own_result() -> None:
+    config = make_config(sizes=(8,))
+    with pcgsvc.build_runner(by_size, rows(6), dynamic_dims={"x": 0}, config=config) as runner:
+        x = rows(7)
+        assert torch.equal(runner(x)["big"], x * 2)
+        x = rows(3)
+        same, more, nothing = runner(x)
+        assert torch.equal(same, x)
+        assert torch.equal(more, x + 1)
+        assert nothing is None
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x, ids: x * ids.min(),  # padding is zero, the examples are not
+        lambda x, ids: x * (ids > 0).all(),
+        lambda x, ids: x * (1 + x.shape[0] // 6),
+    ],
+    ids=["least", "all", "count"],
+)
+def test_the_self_check_pads_as_a_call_does(forward: Any) -> None:
+    config = make_config(sizes=(1, 4, 8))
+    example = {"x": rows(6), "ids": torch.full((6,), 3)}
+    with pytest.raises(VerifyError, match="mixes rows or computes with their number"):
+        pcgsvc.build_runner(forward, example, dynamic_dims={"x": 0, "ids": 0}, config=config)
