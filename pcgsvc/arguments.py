@@ -158,7 +158,12 @@ def read_arguments(
 
 
 def _check_example(name: str, value: Any) -> None:
-    """Refuse tensors of a kind that no static buffer can stand for."""
+    """Refuse what a call of the runner could not pass."""
+    if name == "batch":
+        raise ConfigError(
+            "example_inputs: 'batch' is the runner's own argument, a pcgsvc.Batch, so a call could "
+            "not pass the forward's by name. Wrap the model in a function that names it otherwise."
+        )
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise ConfigError(
@@ -229,12 +234,19 @@ def check_module(module: Callable[..., Any], device: torch.device) -> None:
     """Refuse a module whose state no graph on `device` could read.
 
     Raises:
-        ConfigError: it is in training mode, or a parameter or buffer lies elsewhere.
+        ConfigError: it or a submodule is in training mode, or a parameter or buffer lies elsewhere.
     """
     if not isinstance(module, torch.nn.Module):
         return
     if module.training:
         raise ConfigError("module: it is in training mode; call module.eval() first.")
+    training = [name for name, sub in module.named_modules() if sub.training]
+    if training:
+        more = " …" if len(training) > 4 else ""
+        raise ConfigError(
+            f"module: {', '.join(map(repr, training[:4]))}{more} in it are in training mode, "
+            "though the module itself is not; call .eval() on the model."
+        )
     named = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
         if torch.nn.parameter.is_lazy(tensor):

@@ -32,13 +32,6 @@ def tensors_of(module: Callable[..., Any]) -> dict[str, torch.Tensor]:
     return named | dict(module.named_buffers())
 
 
-def buffer_names(module: Callable[..., Any]) -> set[str]:
-    """Return the names of a module's buffers."""
-    if not isinstance(module, torch.nn.Module):
-        return set()
-    return {name for name, _ in module.named_buffers()}
-
-
 _MODULE = re.compile(r"L\['module'\](\._modules\['[^']*'\])*(\._buffers|\._parameters)?")
 """A module of the model; what is set on one is looked at afterwards, attribute by attribute."""
 

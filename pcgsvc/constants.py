@@ -6,8 +6,11 @@ Knows nothing of modules or tracing.
 
 from __future__ import annotations
 
+import array
 import enum
+import sys
 import types
+from collections import deque
 from typing import Any
 
 import torch
@@ -27,9 +30,11 @@ _MAX_DEPTH = 20
 
 
 def frozen(value: Any) -> Any:
-    """Return lists, dicts and sets rebuilt, so that the caller's later changes do not reach us."""
+    """Return containers rebuilt, so that the caller's later changes do not reach us."""
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(frozen(v) for v in value)
+    if type(value) is deque:
+        return deque((frozen(v) for v in value), value.maxlen)
     return {k: frozen(v) for k, v in value.items()} if type(value) is dict else value
 
 
@@ -48,17 +53,28 @@ def _state(value: Any, above: tuple[int, ...]) -> Any:
     if isinstance(value, (list, tuple)):
         items = [_state(v, inside) for v in value]
         return (type(value), items, _attributes(value, inside))
+    if isinstance(value, deque):
+        return (type(value), value.maxlen, [_state(v, inside) for v in value])
     attributes = _attributes(value, inside)
+    if isinstance(value, (set, frozenset)):
+        return (type(value), frozenset((type(v), v) for v in value), attributes)
+    if isinstance(value, (bytearray, array.array)):
+        return (type(value), value[:], attributes)
     return (type(value), attributes) if attributes else (type(value), _Value(value))
 
 
 def _attributes(value: Any, inside: tuple[int, ...]) -> list[tuple[str, Any]]:
-    found = dict(getattr(value, "__dict__", {}))
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name) and not name.startswith("__"):
-                found[name] = getattr(value, name)
+    """Return an object's attributes with their states, those that its classes give it included."""
+    found: dict[str, Any] = {}
+    for cls in reversed(type(value).__mro__):
+        library = cls.__module__.partition(".")[0] in sys.stdlib_module_names
+        for name, member in vars(cls).items():
+            if isinstance(member, types.MemberDescriptorType):
+                if hasattr(value, name):
+                    found[name] = getattr(value, name)
+            elif not library and not name.startswith("__") and not hasattr(member, "__get__"):
+                found[name] = member
+    found |= getattr(value, "__dict__", {})
     return [(name, _state(v, inside)) for name, v in sorted(found.items())]
 
 
@@ -85,7 +101,10 @@ class _Value:
             return False
         if self.value is other.value:
             return True
-        equal = self.value == other.value
+        one, two = self.value, other.value
+        if isinstance(one, (float, complex)) and one != one and two != two:
+            return True  # NaN is what it was
+        equal = one == two
         return equal if isinstance(equal, bool) else False
 
     __hash__ = None  # type: ignore[assignment]

@@ -18,11 +18,12 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.artifacts import Artifacts, NoProgramError, file_digest, require_warm
-from pcgsvc.canonical import buffer_names, refuse_outputs, tensors_of
+from pcgsvc.canonical import refuse_outputs, tensors_of
 from pcgsvc.config import CacheMode, Compiler, Strategy
 from pcgsvc.errors import CacheError
 from pcgsvc.events import log_event, phase_events
 from pcgsvc.facts import program_facts
+from pcgsvc.held import tensors_held
 from pcgsvc.image import ProgramImage, image_of
 from pcgsvc.keys import key_of
 from pcgsvc.partition.breakable import (
@@ -30,6 +31,7 @@ from pcgsvc.partition.breakable import (
     Learned,
     ModulePiece,
     boundary_names,
+    can_be_put_back,
     learn,
 )
 from pcgsvc.partition.fx import check_aliases, partition_fx
@@ -45,7 +47,7 @@ from pcgsvc.store import Store
 from pcgsvc.trace import trace
 from pcgsvc.traced import Binding, TracedGraph
 from pcgsvc.verify import preserved
-from pcgsvc.workspace import Workspace
+from pcgsvc.workspace import Workspace, usable_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -261,13 +263,19 @@ def learn_forward(
     names, module = request.config.partition, request.bundle.module
     boundaries = boundary_names(names.splitting_ops, names.extra_splitting_ops)
     inputs = [Binding(kind="input", name=s.name, spec=None) for s in request.inputs]
-    workspace = make_workspace(request, inputs, tensors_of(module))
-    buffers = {n: t for n, t in workspace.tensors.items() if n in buffer_names(module)}
+    own = tensors_of(module)
+    if request.planned is None:  # a plan has no memory to change
+        known = {id(t) for t in own.values()}
+        own |= {n: t for n, t in tensors_held(module).items() if id(t) not in known}
+    workspace = make_workspace(request, inputs, own)
+    state = {
+        n: t for n, t in own.items() if not isinstance(t, torch.nn.Parameter) and can_be_put_back(t)
+    }
     largest = workspace.max_tokens
     with (
         phase("split", seconds, progress),
         on_capture_stream(workspace),
-        preserved(buffers),
+        preserved(state),
     ):
         learned = learn(
             module,
@@ -276,6 +284,7 @@ def learn_forward(
             request.constants,
             boundaries,
             (largest, max(1, largest - 1)),
+            min(usable_sizes(request.config)[0]),
         )
     return learned, workspace, boundaries
 

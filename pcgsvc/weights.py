@@ -6,11 +6,9 @@ values written in place. Knows nothing of graphs.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +17,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from pcgsvc.canonical import tensors_of
 from pcgsvc.errors import StaleAddressError, StateError
+from pcgsvc.held import places_of
 
-_data_ptr = torch.Tensor.data_ptr
 # Not of buffers: a forward may assign those, and Dynamo would trace the hook into another's graph.
 _HOOKS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
-_TURN = 16
+_TURN = 8
 """Tensors, and places that hold some, that are compared at each call."""
 
 
@@ -56,32 +53,26 @@ class Weights:
         self._module, self._static = module, static
         self._static_before = {} if static is None else dict(static())
         bound = {id(t) for t in tensors.values()}
-        self._values: list[torch.Tensor] = []
-        """Every bound tensor that has an address."""
-        self._places: list[tuple[dict[str, Any], str, Any, str]] = []
-        """Where a module holds a bound tensor, or a submodule below which there is one: its dict,
-        key, content and name."""
-        self._buffers: list[tuple[dict[str, Any], str, Any, str]] = []
-        """Those of buffers, which torch tells nothing of: compared at every call."""
-        self._watched: set[int] = set()
+        places = places_of(module, lambda t: id(t) in bound)
+        self._places = [(p.get, p.key, p.value, p.name) for p in places if p.get is not None]
+        """Where a bound tensor lies, or something that holds one."""
+        compared = [(get, key, value) for get, key, value, _ in self._places]
+        always = [(p.get, p.key, p.value) for p in places if p.get is not None and not p.is_told]
+        """Buffers, attributes, items of lists and the like: compared at every call."""
+        self._watched = {id(p.module) for p in places if p.module is not None}
         """Identities of the modules that have such places."""
-        self._others: list[tuple[Callable[[], Any], Any, str]] = []
-        for prefix, root in _modules_behind(module):
-            self._note(root, prefix, bound)
-        if not isinstance(module, torch.nn.Module):
-            self._others += _cells(module)
         dense = {n: t for n, t in tensors.items() if _is_dense(t)} | self._static_before
-        self._values, self._value_names = list(dense.values()), list(dense)
-        self._addresses = list(map(_data_ptr, self._values))
-        self._memory = [t.untyped_storage() for t in self._values]
+        self._located = [(n, (t, *_where(t))) for n, t in dense.items()]
+        """Every bound tensor that has an address."""
+        self._memory = [t.untyped_storage() for t in dense.values()]
         """Keeps what the graphs read alive, whatever becomes of the tensors."""
-        located = list(zip(self._values, self._addresses, strict=True))
-        count = max(len(located), len(self._places), 1)
+        located = [where for _, where in self._located]
+        count = max(len(located), len(compared), 1)
         self._turns = itertools.cycle(
-            [(self._places[at : at + _TURN], located[at : at + _TURN]), (self._buffers, [])]
+            [(compared[at : at + _TURN], located[at : at + _TURN]), (always, [])]
             for at in range(0, count, _TURN)
         )
-        self._whole = [(self._places, located)]
+        self._whole = [(compared, located)]
         self._suspect = True
         """Whether all is to be compared: at first, and when torch tells that something was put into
         a watched module."""
@@ -93,51 +84,31 @@ class Weights:
     def _on_registration(self, module: torch.nn.Module) -> None:
         self._suspect = self._suspect or id(module) in self._watched
 
-    def _note(self, root: torch.nn.Module, prefix: str, bound: set[int]) -> None:
-        """Note every place below a module that holds a bound tensor, or a submodule with one."""
-        for path, sub in root.named_modules(remove_duplicate=False, prefix=prefix):
-            inside = f"{path}." if path else ""
-            places = len(self._places)
-            for key, child in sub._modules.items():  # a replaced submodule brings other weights
-                if child is not None and any(id(t) in bound for t in tensors_of(child).values()):
-                    self._places.append((sub._modules, key, child, inside + key))
-            for holder in (sub._parameters, sub._buffers, vars(sub)):
-                for key, value in holder.items():
-                    if isinstance(value, torch.Tensor) and id(value) in bound:
-                        place = (holder, key, value, inside + key)
-                        self._places.append(place)
-                        if holder is sub._buffers:
-                            self._buffers.append(place)
-            if len(self._places) > places:
-                self._watched.add(id(sub))
-            for key, value in vars(sub).items():
-                if key not in ("_parameters", "_buffers", "_modules"):
-                    self._others += _items(value, inside + key, bound)
-
     def check(self) -> None:
         """Compare where tensors lie, and what holds them, with what was captured.
 
         All of them at the first call, when torch tells that something was registered in one of the
-        modules (`module.weight = …`), and at every call under `debug.check_addresses`; else `_TURN`
-        of them, in turn: what changes behind torch's back (`param.data = …`) is noticed some calls
-        later. Until then the graphs read the old values, whose memory is kept. Nothing is copied
-        and the device is not asked.
+        modules (`module.weight = …`), and at every call under `debug.check_addresses`; else what
+        torch tells nothing of, and `_TURN` of all, in turn: what changes behind torch's back
+        (`param.data = …`) is noticed some calls later. Until then the graphs read the old values,
+        whose memory is kept. Nothing is copied and the device is not asked.
 
         Raises:
             StaleAddressError: naming the tensor that was replaced.
         """
         whole = self._suspect or self._static is not None
-        for places, located in self._whole if whole else next(self._turns):
-            for holder, key, value, _ in places:
-                if holder.get(key) is not value:
+        for compared, located in self._whole if whole else next(self._turns):
+            for get, key, value in compared:
+                if get(key) is not value:
                     self._refuse()
-            for tensor, address in located:
-                if tensor.data_ptr() != address:
+            for tensor, address, stride, shape in located:
+                if (
+                    tensor.data_ptr() != address
+                    or tensor.stride() != stride
+                    or tensor.shape != shape
+                ):
                     self._refuse()
         self._suspect = False
-        for get, value, _ in self._others:
-            if get() is not value:
-                self._refuse()
         if self._static is not None and self._moved():
             self._refuse()
 
@@ -148,10 +119,8 @@ class Weights:
 
     def _refuse(self) -> None:
         """Find what was replaced and say so."""
-        gone = [name for holder, key, value, name in self._places if holder.get(key) is not value]
-        gone += [name for get, value, name in self._others if get() is not value]
-        now = zip(self._value_names, self._values, self._addresses, strict=True)
-        gone += [name for name, tensor, address in now if tensor.data_ptr() != address]
+        gone = [name for get, key, value, name in self._places if get(key) is not value]
+        gone += [name for name, (t, *where) in self._located if where != [*_where(t)]]
         gone += self._moved()
         raise StaleAddressError(
             f"{', '.join(dict.fromkeys(gone[:4]))}: its memory was replaced after capture; the "
@@ -201,60 +170,13 @@ def _tell(watch: weakref.WeakMethod[Any], args: tuple[Any, ...]) -> None:
         listener(args[0])
 
 
+def _where(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.Size]:
+    """Return what graphs know of a tensor: its address, and how its elements lie there."""
+    return tensor.data_ptr(), tensor.stride(), tensor.shape
+
+
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type != "meta"
-
-
-# ---- where tensors are held ----------------------------------------------------------------------
-
-
-def _modules_behind(function: Any, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules that a callable holds, each with a name."""
-    if isinstance(function, torch.nn.Module):
-        yield prefix, function
-    elif isinstance(function, types.MethodType):
-        yield from _modules_behind(function.__self__, prefix)
-    elif isinstance(function, functools.partial):
-        for value in (function.func, *function.args, *function.keywords.values()):
-            yield from _modules_behind(value, prefix)
-    elif isinstance(function, types.FunctionType):
-        for get, value, name in _cells(function):
-            del get
-            if isinstance(value, torch.nn.Module):
-                yield name, value
-
-
-def _cells(function: Any) -> list[tuple[Callable[[], Any], Any, str]]:
-    """Return the closure cells and globals of a function that hold modules or tensors."""
-    if not isinstance(function, types.FunctionType):
-        return []
-    kinds = (torch.nn.Module, torch.Tensor)
-    found: list[tuple[Callable[[], Any], Any, str]] = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        get = functools.partial(getattr, cell, "cell_contents", None)
-        if isinstance(get(), kinds):
-            found.append((get, get(), name))
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, kinds):
-            found.append((functools.partial(function.__globals__.get, name), value, name))
-    return found
-
-
-def _items(value: Any, name: str, bound: set[int]) -> Iterator[tuple[Callable[[], Any], Any, str]]:
-    """Yield the bound tensors in a list or dict that a module holds as an attribute."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if isinstance(item, torch.Tensor) and id(item) in bound:
-                yield functools.partial(value.get, key), item, f"{name}[{key!r}]"
-    elif isinstance(value, list):
-        for at, item in enumerate(value):
-            if isinstance(item, torch.Tensor) and id(item) in bound:
-                yield functools.partial(_item, value, at), item, f"{name}[{at}]"
-
-
-def _item(values: Sequence[Any], at: int) -> Any:
-    return values[at] if at < len(values) else None
 
 
 # ---- a state dict --------------------------------------------------------------------------------

@@ -142,17 +142,37 @@ class Settings:
     inner: dict[str, list[float]]
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "dataclass", "namespace"])
+class Scaled:
+    scale = 2.0
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "list": lambda v: v.__setitem__(1, 3.0),
+    "dict": lambda v: v.update(scale=3.0),
+    "dataclass": lambda v: v.inner["a"].append(2.0),
+    "namespace": lambda v: setattr(v, "scale", 3.0),
+    "class": lambda v: setattr(type(v), "scale", 3.0),
+    "set": lambda v: v.add(3.0),
+    "deque": lambda v: v.append(3.0),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
 def test_a_constant_that_the_caller_changes_in_place_is_noticed(kind: str) -> None:
     values: dict[str, Any] = {
         "list": [2.0, 1.0],
         "dict": {"scale": 2.0},
         "dataclass": Settings(2.0, {"a": [1.0]}),
         "namespace": types.SimpleNamespace(scale=2.0),
+        "class": Scaled(),
+        "set": {1.0, 2.0},
+        "deque": collections.deque([2.0, 1.0], maxlen=3),
     }
     value = values[kind]
 
     def forward(x: torch.Tensor, settings: Any) -> torch.Tensor:
+        if isinstance(settings, (set, collections.deque)):
+            return attended(x * len(settings))
         if isinstance(settings, list):
             return attended(x * settings[0])
         return attended(x * (settings["scale"] if isinstance(settings, dict) else settings.scale))
@@ -160,17 +180,20 @@ def test_a_constant_that_the_caller_changes_in_place_is_noticed(kind: str) -> No
     with build(forward, {"x": rows(3), "settings": value}, sizes=[4]) as runner:
         wanted = rows(3) * 4
         assert torch.equal(runner(rows(3), value), wanted)
-        if kind == "list":
-            value[1] = 3.0
-        elif kind == "dict":
-            value["scale"] = 3.0
-        elif kind == "dataclass":
-            value.inner["a"].append(2.0)
-        else:
-            value.scale = 3.0
+        CHANGES[kind](value)
         with pytest.raises(BatchError, match="settings: got"):
             runner(rows(3), value)
         assert torch.equal(runner(rows(3)), wanted)
+
+
+def test_a_fixed_nan_may_be_passed_again() -> None:
+    example = {"x": rows(3), "fill": float("nan")}
+    with build(
+        lambda x, fill: attended(x.nan_to_num(fill)), example, {"x": 0}, sizes=[4]
+    ) as runner:
+        assert torch.equal(runner(rows(3), float("nan")), rows(3) * 2)
+        with pytest.raises(BatchError, match=r"fill: got 0\.0"):
+            runner(rows(3), 0.0)
 
 
 EXAMPLE_FAULTS: dict[str, tuple[Any, Any, str]] = {
@@ -199,6 +222,22 @@ def test_examples_that_no_runner_could_serve_are_refused_by_name(case: str) -> N
     example, dims, words = EXAMPLE_FAULTS[case]
     with pytest.raises(ConfigError, match=words):
         build(lambda x, y: attended(x + y), example, dims)
+
+
+@pytest.mark.parametrize("value", [rows(3), 2])
+def test_an_argument_named_like_the_runner_s_own_is_refused(value: Any) -> None:
+    example = {"x": rows(3), "batch": value}
+    with pytest.raises(ConfigError, match="'batch' is the runner's own argument"):
+        build(lambda x, batch: attended(x * batch), example, {"x": 0})
+    with build(lambda x, batch=None: attended(x), rows(3), {"x": 0}, sizes=[4]) as runner:
+        assert torch.equal(runner(rows(3)), rows(3) * 2)
+
+
+def test_a_submodule_in_training_mode_is_refused_by_name() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Dropout(0.5))).eval()
+    module[1].train()
+    with pytest.raises(ConfigError, match=r"'1', '1\.0' in it are in training mode.*\.eval\(\)"):
+        build(module, rows(3), {"input": 0})
 
 
 class Subclass(torch.Tensor):

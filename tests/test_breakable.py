@@ -11,7 +11,14 @@ from core_helpers import WIDTH, make_config, rows, toy
 
 import pcgsvc
 from pcgsvc.config import Strategy
-from pcgsvc.errors import CaptureError, PcgError, SplitError, TraceError
+from pcgsvc.errors import (
+    CaptureError,
+    PcgError,
+    SplitError,
+    StaleAddressError,
+    TraceError,
+    VerifyError,
+)
 from pcgsvc.partition.submodules import Calls, chosen, compile_submodules, in_place, watched
 from pcgsvc.samples import Samples
 from pcgsvc.verify import verify
@@ -205,3 +212,154 @@ def test_the_largest_submodules_without_a_break_are_chosen_and_compiled() -> Non
         assert "forward" in vars(model.mlp)
         assert torch.equal(model(x), wanted)
     assert "forward" not in vars(model.mlp)
+
+
+# ---- state that is no buffer, inputs, results ----------------------------------------------------
+
+
+class Holder:
+    """A plain object that holds tensors."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(WIDTH)
+        self.last = torch.zeros(1)
+
+
+@pcgsvc.eager_break
+def replace_last(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Put another tensor where there was one, at each call."""
+    HOLDER.last = x[:1] * 2
+    out.copy_(x)
+
+
+HOLDER = Holder()
+
+
+class Stateful(torch.nn.Module):
+    """State as an attribute, in nested containers, in an object, in a closure and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.zeros(WIDTH)
+        self.nested = {"a": [torch.zeros(WIDTH)]}
+        self.holder = Holder()
+        self.weight = torch.nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.row = torch.zeros(1).expand(WIDTH)
+        inside = self.inside = [torch.zeros(WIDTH)]
+        self.add = lambda: inside[0].add_(1)
+
+    def state(self) -> list[torch.Tensor]:
+        return [
+            self.plain,
+            self.nested["a"][0],
+            self.holder.count,
+            self.weight,
+            self.inside[0],
+        ]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for tensor in self.state()[:-1]:
+            tensor.add_(1)
+        self.add()
+        for tensor in self.state():
+            x = x + tensor
+        return x + self.row
+
+
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
+def test_state_of_every_kind_is_untouched_by_building_and_kept_by_calls(mode: str) -> None:
+    module = Stateful().eval()
+    with build(module, mode) as runner:
+        assert all(torch.equal(t, torch.zeros(WIDTH)) for t in module.state())
+        for calls in (1, 2):
+            torch.testing.assert_close(runner(rows(3)), rows(3) + 5 * calls)
+            assert all(torch.equal(t, torch.full((WIDTH,), float(calls))) for t in module.state())
+
+
+class Sums(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = [torch.zeros(WIDTH)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums[0].add_(x.sum(0))
+        return x * 2
+
+
+def test_padding_that_reaches_such_state_is_found_out_and_the_state_put_back() -> None:
+    module = Sums().eval()
+    with pytest.raises(VerifyError, match=r"state \['sums\[0\]'\]"):
+        build(module)
+    assert torch.equal(module.sums[0], torch.zeros(WIDTH))
+
+
+def test_a_tensor_that_is_replaced_is_refused_unless_a_break_replaces_it() -> None:
+    weights = [torch.ones(WIDTH)]
+    with build(lambda x: x * weights[0]) as runner:
+        assert torch.equal(runner(rows(3)), rows(3))
+        weights[0] = torch.zeros(WIDTH)
+        with pytest.raises(StaleAddressError, match=r"^weights\[0\]: its memory"):
+            runner(rows(3))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        replace_last(x + HOLDER.count, out)
+        return out * 2
+
+    with build(forward) as runner:
+        for _ in range(2):
+            assert torch.equal(runner(rows(3)), rows(3) * 2)
+
+
+def writes_idempotently(x: torch.Tensor) -> torch.Tensor:
+    x[:, :2].clamp_(min=0)
+    return x * 2
+
+
+def writes_by_out(x: torch.Tensor) -> torch.Tensor:
+    torch.add(x, 1, out=x)
+    return x * 2
+
+
+def other_keys(x: torch.Tensor) -> Any:
+    return {"big" if len(x) > 5 else "small": x * 2}
+
+
+def sometimes_none(x: torch.Tensor) -> Any:
+    return x * 2, x * 3 if len(x) > 5 else None
+
+
+def text(x: torch.Tensor) -> Any:
+    return x * 2, f"{len(x)} rows"
+
+
+def is_large(x: torch.Tensor) -> Any:
+    return x * 2, len(x) > 5
+
+
+def sometimes_the_input(x: torch.Tensor) -> Any:
+    return x if len(x) > 5 else x * 2
+
+
+def other_rank(x: torch.Tensor) -> Any:
+    return x * 2 if len(x) > 5 else (x * 2)[None]
+
+
+WRONG: list[tuple[Callable[..., Any], str]] = [
+    (writes_idempotently, "writes to its input 'x' with aten::clamp_"),
+    (writes_by_out, "writes to its input 'x' with aten::add"),
+    (other_keys, r"nested as .*'big'.* and .*'small'.*, for 8 and 4 rows"),
+    (sometimes_none, "leaf 1 is a torch.float32 tensor of 2 dimensions and None, for 8 and 4"),
+    (text, "leaf 1 is '8 rows' and '7 rows', for 8 and 7 rows"),
+    (is_large, "leaf 1 is True and False, for 8 and 4 rows"),
+    (sometimes_the_input, "leaf 0 is the input 'x' and a torch.float32 tensor"),
+    (other_rank, "2 dimensions and a torch.float32 tensor of 3 dimensions"),
+]
+
+
+@pytest.mark.parametrize(("forward", "words"), WRONG)
+def test_writes_to_inputs_and_results_of_another_form_are_refused(
+    forward: Callable[..., Any], words: str
+) -> None:
+    with pytest.raises(TraceError, match=words):
+        build(forward)

@@ -287,6 +287,104 @@ def test_tensors_held_in_other_ways_are_compared_too(case: str) -> None:
             runner(rows(3))
 
 
+class Thing:
+    """Holds a module and a tensor, and is called or has a method called."""
+
+    def __init__(self) -> None:
+        self.net = nn.Linear(WIDTH, WIDTH).eval()
+        self.scale = torch.ones(WIDTH)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return attended(self.net(x) * self.scale)
+
+
+class Deep(nn.Module):
+    """Weights in plain containers and objects; one holder refers back to the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+        self.nested = [{"a": (torch.ones(WIDTH),)}]
+        self.both = (torch.ones(WIDTH), torch.ones(WIDTH))
+        self.thing = Thing()
+        self.thing.owner = [self]  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.thing(x + self.nested[0]["a"][0] + self.both[1])
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+
+DEEP: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "weight in a list": (
+        lambda m: setattr(m.layers[1], "weight", weight()),
+        r"layers\[1\]\.weight",
+    ),
+    "module in a list": (
+        lambda m: m.layers.__setitem__(0, nn.Linear(WIDTH, WIDTH)),
+        r"layers\[0\]",
+    ),
+    "the list": (lambda m: setattr(m, "layers", list(m.layers)), "layers"),
+    "a nested tuple": (lambda m: m.nested[0].update(a=(NEW,)), r"nested\[0\]\['a'\]"),
+    "a tuple": (lambda m: setattr(m, "both", (NEW, NEW)), "both"),
+    "in an object": (lambda m: setattr(m.thing, "scale", NEW), r"thing\.scale"),
+    "weight in an object": (
+        lambda m: setattr(m.thing.net, "weight", weight()),
+        r"thing\.net\.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_what_lies_deeper_is_compared_too(case: str) -> None:
+    change, words = DEEP[case]
+    module = Deep().eval()
+    with build(module, sizes=[4]) as runner:
+        torch.testing.assert_close(runner(rows(3)), plain(module, rows(3)))
+        change(module)
+        with pytest.raises(StaleAddressError, match=f"^{words}: its memory"):
+            runner(rows(3))
+
+
+def test_what_callables_hold_is_compared() -> None:
+    held: dict[str, Any] = {"net": nn.Linear(WIDTH, WIDTH).eval(), "shift": [NEW.clone()]}
+
+    scales = [torch.ones(WIDTH)]
+
+    def function(x: torch.Tensor, scale: Any = scales) -> torch.Tensor:
+        return attended((held["net"](x) + held["shift"][0]) * scale[0])
+
+    thing, method = Thing(), Thing().__call__
+    changes: list[tuple[Any, Callable[[], Any], str]] = [
+        (function, lambda: held["shift"].__setitem__(0, NEW), r"held\['shift'\]\[0\]"),
+        (function, lambda: held.update(net=Thing().net), r"held\['net'\]"),
+        (function, lambda: scales.__setitem__(0, NEW), r"scale\[0\]"),
+        (thing, lambda: setattr(thing, "scale", NEW), "scale"),
+        (method, lambda: setattr(method.__self__.net, "weight", weight()), r"net\.weight"),
+    ]
+    for forward, change, words in changes:
+        with build(forward, sizes=[4]) as runner:
+            torch.testing.assert_close(runner(rows(3)), plain(forward, rows(3)))
+            change()
+            with pytest.raises(StaleAddressError, match=f"^{words}: its memory"):
+                runner(rows(3))
+
+
+@pytest.mark.parametrize("view", [lambda t: t.t(), lambda t: t[:2]])
+def test_a_tensor_that_lies_otherwise_at_the_same_address_is_noticed(view: Any) -> None:
+    module = toy(1)
+    with build(module, sizes=[4], check_addresses=True) as runner:
+        runner(rows(3))
+        weight = module.blocks[0].up.weight
+        weight.data = view(weight.data)
+        with pytest.raises(StaleAddressError, match=r"blocks\.0\.up\.weight"):
+            runner(rows(3))
+
+
 def test_modules_behind_a_function_are_compared() -> None:
     inner = toy(1)
 

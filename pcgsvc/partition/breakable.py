@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,9 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.blame import line_that_sets
+from pcgsvc.canonical import tensors_of
 from pcgsvc.errors import CaptureError, SplitError, TraceError
+from pcgsvc.held import tensors_held
 from pcgsvc.image import PieceInfo, ProgramImage
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import use_context
@@ -29,7 +31,7 @@ from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.partition.pieces import Kind
 from pcgsvc.partition.submodules import Calls, in_place, watched
 from pcgsvc.program import Boundaries, ProgramSpec, Step
-from pcgsvc.results import flatten, tensors_in
+from pcgsvc.results import ResultTree, flatten, tensors_in
 from pcgsvc.samples import Samples
 from pcgsvc.trace import Attributes
 from pcgsvc.traced import Binding, SizePredicate, TensorSpec
@@ -89,32 +91,37 @@ def learn(
     constants: Mapping[str, Any],
     boundaries: Boundaries,
     sizes: tuple[int, int],
+    least: int,
 ) -> Learned:
-    """Run the forward three times and write down what it returned and where it breaks.
+    """Run the forward a few times and write down what it returned and where it breaks.
 
     Args:
         module: what is run.
-        workspace: static memory; its inputs are overwritten.
+        workspace: static memory; its inputs are overwritten. Those of its tensors are taken out
+            that the forward itself replaces by others.
         samples: source of valid inputs.
         constants: arguments that are no tensors.
         boundaries: where it breaks.
         sizes: two row counts; what differs between them are the row dimensions.
+        least: the smallest row count that is captured; its result must be like the others.
 
     Raises:
         CaptureError: a Python side effect, or a break whose frozen arguments change.
         SplitError: no break was met, though the forward calls an attention that torch knows.
-        TraceError: a result that cannot be cut back to the true rows.
+        TraceError: a result that cannot be cut back to the true rows, or that is another for other
+            row counts; or a write to an input.
     """
-    before = Attributes(module)
+    before, writes = Attributes(module), _Writes(workspace)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(_Tee(printed)):
             runs = [
-                _run(module, workspace, samples, constants, boundaries, size)
-                for size in (sizes[0], sizes[0], sizes[1])
+                _run(module, workspace, samples, constants, boundaries, writes, size)
+                for size in (sizes[0], sizes[0], sizes[1], least)
             ]
     finally:
         changed = before.restore()
+        writes.put_back()
     if changed:
         lines = [f" at {line}" for name in changed if (line := line_that_sets(module, name))]
         raise CaptureError(
@@ -122,14 +129,17 @@ def learn(
             "would happen once, at capture, and never again. Write into a registered buffer in "
             "place, or do it in a @pcgsvc.eager_break."
         )
-    first, again, other = runs
+    first, again, other, small = runs
     _refuse_changing_arguments(first, again)
     _refuse_unmarked_attention(first)
     warnings = []
     if printed.getvalue():
         line = printed.getvalue().strip().split("\n")[0]
         warnings.append(f"the forward prints ({line!r}): that happens at capture, not at replay")
-    image = _image(workspace, first, other, sizes)
+    for run, size in ((other, sizes[1]), (small, least)):
+        _refuse_other_result(first, run, (sizes[0], size))
+    _forget_replaced(module, workspace)
+    image = _image(workspace, first, other, sizes, writes.parameters())
     return Learned(
         image=image,
         warnings=warnings,
@@ -189,6 +199,7 @@ def _run(
     samples: Samples,
     constants: Mapping[str, Any],
     boundaries: Boundaries,
+    writes: _Writes,
     size: int,
 ) -> _Run:
     batch = samples.batch(size, uniform=False)
@@ -200,7 +211,7 @@ def _run(
         handle_breaks(run),
         watched(module, run.calls),
         _Functions(run),
-        _Ops(run, boundaries),
+        _Ops(run, boundaries, writes),
     ):
         run.result = module(**views, **constants)
     return run
@@ -209,15 +220,17 @@ def _run(
 class _Ops(torch_private.RecordingMode):
     """Notes breaks, and whether kernels run between them."""
 
-    def __init__(self, run: _Run, boundaries: Boundaries) -> None:
+    def __init__(self, run: _Run, boundaries: Boundaries, writes: _Writes) -> None:
         super().__init__()
-        self._run, self._names = run, boundaries.names
+        self._run, self._names, self._writes = run, boundaries.names, writes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = str(func._schema.name)
+        if func._schema.is_mutable:
+            self._writes.before(name, func._schema, args, kwargs)
         if name in self._names:
             self._run.broke(name, args, kwargs)
             return func(*args, **kwargs)
@@ -227,6 +240,63 @@ class _Ops(torch_private.RecordingMode):
             self._run.events.append("kernel")
             self._run.kernels.append(name)
         return result
+
+
+class _Writes:
+    """Keeps parameters as they were before the forward writes to them, and inputs from writes."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        storage_id = torch_private.storage_id
+        self._inputs = {storage_id(b): name for name, b in workspace.buffers.items()}
+        self._parameters: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in workspace.tensors.items():
+            if _is_parameter(tensor) and can_be_put_back(tensor):
+                self._parameters.setdefault(storage_id(tensor), []).append((name, tensor))
+        self._saved: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def before(self, op: str, schema: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Look at what an op is about to write to."""
+        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+        written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        for leaf in pytree.tree_leaves([given.get(name) for name in written]):
+            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+                continue
+            storage = torch_private.storage_id(leaf)
+            if storage in self._inputs:
+                raise TraceError(
+                    f"the forward writes to its input {self._inputs[storage]!r} with {op}; a "
+                    "runner copies inputs, so the caller's tensor would not change. Write to a "
+                    "clone."
+                )
+            for name, tensor in self._parameters.get(storage, ()):
+                if name not in self._saved:
+                    self._saved[name] = (tensor, tensor.clone())
+
+    def put_back(self) -> None:
+        """Undo what was written to parameters."""
+        for tensor, value in self._saved.values():
+            tensor.copy_(value)
+
+    def parameters(self) -> set[str]:
+        """Return the names of the parameters that were written to."""
+        return set(self._saved)
+
+
+def can_be_put_back(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's content can be copied back; torch writes to no others itself."""
+    overlaps = tensor.layout is torch.strided and any(
+        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
+    return dense and not overlaps and not tensor.is_inference()
+
+
+def _forget_replaced(module: Callable[..., Any], workspace: Workspace) -> None:
+    """Take out the tensors that breaks put others in place of; no graph may read those."""
+    if workspace.tensors:
+        held = {id(t) for t in [*tensors_of(module).values(), *tensors_held(module).values()]}
+        for name in [n for n, t in workspace.tensors.items() if id(t) not in held]:
+            del workspace.tensors[name]
 
 
 class _Functions(TorchFunctionMode):
@@ -286,7 +356,45 @@ def _refuse_unmarked_attention(run: _Run) -> None:
 # ---- what was learned ----------------------------------------------------------------------------
 
 
-def _image(workspace: Workspace, one: _Run, other: _Run, sizes: tuple[int, int]) -> ProgramImage:
+def _refuse_other_result(one: _Run, other: _Run, sizes: tuple[int, int]) -> None:
+    """Refuse a result that is another for another row count: one form is captured for all."""
+    (leaves, tree), (twins, other_tree) = flatten(one.result), flatten(other.result)
+    found = ""
+    if tree != other_tree or len(leaves) != len(twins):
+        found = f"the result is nested as {_form(tree)} and {_form(other_tree)}"
+    for at, (leaf, twin) in enumerate(zip(leaves, twins, strict=False)):
+        kinds = [_kind(value, run.views) for value, run in ((leaf, one), (twin, other))]
+        if not found and kinds[0] != kinds[1]:
+            found = f"result leaf {at} is {kinds[0]} and {kinds[1]}"
+    if found:
+        raise TraceError(
+            f"{found}, for {sizes[0]} and {sizes[1]} rows: Python outside breaks runs once, at "
+            "capture, so the result must be the same whatever the row count. Return what depends "
+            "on it as a tensor, or compute it outside."
+        )
+
+
+def _form(tree: ResultTree) -> str:
+    text = " ".join(str(tree.spec).split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _kind(leaf: Any, views: Mapping[str, torch.Tensor]) -> str:
+    """Say what of a leaf must not depend on the row count."""
+    if not isinstance(leaf, torch.Tensor):
+        plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str))
+        return repr(leaf) if plain else f"a {type(leaf).__name__}"
+    given = [f"the input {name!r}" for name, view in views.items() if view is leaf]
+    return given[0] if given else f"a {leaf.dtype} tensor of {leaf.dim()} dimensions"
+
+
+def _image(
+    workspace: Workspace,
+    one: _Run,
+    other: _Run,
+    sizes: tuple[int, int],
+    written: Collection[str],
+) -> ProgramImage:
     leaves, tree = flatten(one.result)
     twins, _ = flatten(other.result)
     inputs = {id(v): at for at, v in enumerate(one.views.values())}
@@ -323,7 +431,11 @@ def _image(workspace: Workspace, one: _Run, other: _Run, sizes: tuple[int, int])
         live_tree=tree,
         constants=constants,
         predicate=SizePredicate(()),
-        mutated=tuple(n for n, t in workspace.tensors.items() if not _is_parameter(t)),
+        mutated=tuple(
+            n
+            for n, t in workspace.tensors.items()
+            if n in written or (not _is_parameter(t) and can_be_put_back(t))
+        ),
         pieces=tuple(_pieces(one.events)),
         unique_regions=sum(p.kind == Kind.REGION.value for p in _pieces(one.events)),
         documents={},
