@@ -35,8 +35,8 @@ _BUILTINS = {"getattr", "len", "min", "max", "abs", "sum", "int", "float", "bool
 
 
 _INSTEAD = {
-    "torch._refs.tensor": "For torch.tensor(n) of a size n write torch.full((), n). Or: ",
-    "torch._dynamo.utils.wrapped_": "For a function of numpy write torch's own. Or: ",
+    "torch._refs.tensor": "For torch.tensor(n) of a size n write torch.full((), n)",
+    "torch._dynamo.utils.wrapped_": "For a function of numpy write torch's own",
 }
 """What to write for callables that Dynamo puts into a graph in place of the user's, by prefix."""
 
@@ -61,11 +61,14 @@ def target_name(target: Any) -> str:
     for home in ("torch", "torch._C._nn", "torch.nn.functional", "torch.Tensor", "operator"):
         if _find(f"{home}.{short}") is target:
             return f"{home}.{short}"
-    instead = next((words for start, words in _INSTEAD.items() if guess.startswith(start)), "")
+    instead = "Register"
+    for start, words in _INSTEAD.items():
+        if guess.startswith(start):
+            instead = f"{words}; or register"
     raise CompileError(
         f"{guess}: called in the graph, but no public name under torch, operator or math leads "
-        f"to it, so the piece cannot be written down. {instead}Register it with "
-        "pcgsvc.splitting_op or torch.library."
+        f"to it, so the piece cannot be written down. {instead} it with pcgsvc.splitting_op or "
+        "torch.library."
     )
 
 

@@ -216,11 +216,18 @@ def test_a_directory_without_a_config_or_with_pickles_only_is_refused(tmp_path: 
         validate(path=str(tmp_path))
 
 
+def test_a_directory_whose_config_asks_for_code_says_so_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "auto_map": {}}')
+    with pytest.raises(ConfigError, match=r"^model\.path: '.*json' asks for code of its own"):
+        validate(path=str(tmp_path))
+
+
 @pytest.mark.parametrize("content", [b"not a model", b"GGUFxxxx", b"GGUF\3\0\0\0", b""])
 def test_a_file_that_is_no_gguf_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.path: '.*m\.gguf' cannot be read"):
+    with pytest.raises(ConfigError, match=r"model\.path: '.*m\.gguf' cannot be read.*fetch it"):
         validate(path=str(path))
 
 
