@@ -86,6 +86,16 @@ class Seen:
         return lambda *args: sentinels
 
 
+_HIGHER_ORDER = {
+    "cond": ("torch.cond", "compute both branches, and choose with torch.where"),
+    "tag_activation_checkpoint": (
+        "torch.utils.checkpoint",
+        "call the function itself, since there are no gradients to save memory for",
+    ),
+}
+"""What users call a higher-order operator, and what does the same without it."""
+
+
 class Canonical:
     """Turns what Dynamo gave into a `TracedGraph`."""
 
@@ -110,6 +120,7 @@ class Canonical:
 
     def build(self) -> TracedGraph:
         """Return the canonical graph."""
+        self._refuse_higher_order()
         bindings = self._bind()
         self._drop_noise()
         self._check_static()
@@ -137,6 +148,19 @@ class Canonical:
             size_of=self._dim,
             ops=Counter(name for n in self.graph.nodes for name in op_names(n)[:1]),
         )
+
+    def _refuse_higher_order(self) -> None:
+        """Refuse operators whose bodies are graphs of their own: a piece is one list of calls."""
+        for node in self.graph.nodes:
+            name = torch_private.higher_order_name(node.target)
+            if name is not None:
+                called, instead = _HIGHER_ORDER.get(name, (name, "call its body itself"))
+                raise TraceError(
+                    f"{called} at {user_line(node)}: a higher-order operator, which runs graphs of "
+                    f"its own; a piece has none. Ways out: {instead}; or wrap it in a "
+                    "@pcgsvc.splitting_op, which runs outside the graphs; or set "
+                    "partition.strategy=breakable, which traces nothing."
+                )
 
     def _refuse_input_writes(self, bindings: dict[torch.fx.Node, Binding]) -> None:
         """Refuse writes to inputs: a runner has its own, and the caller's would stay as it was."""

@@ -9,6 +9,7 @@ import itertools
 import operator
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,9 +78,19 @@ def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
     ]
 
 
+_TRACER = str(Path(__file__).with_name("trace.py"))
+"""Its frames lie between Dynamo and the model, and say nothing to a user."""
+
+
+def frames_of(text: str) -> list[tuple[str, str, str]]:
+    """Return (file, line, function) of each frame in a traceback, but for the tracer's own."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+    return [frame for frame in frames if frame[0] != _TRACER]
+
+
 def user_line(node: torch.fx.Node) -> str:
     """Return `file:line in function` of the user's code behind a node."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', node.stack_trace or "")
+    frames = frames_of(node.stack_trace or "")
     own = [f for f in frames if "/torch/" not in f[0]] or frames
     return "{}:{} in {}".format(*own[-1]) if own else f"graph node {node.name}"
 

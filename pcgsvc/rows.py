@@ -25,12 +25,20 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.errors import CompileError
+from pcgsvc.nodes import user_line
 
 Row = list[Any]
 Document = dict[str, Any]
 
 _HOMES: dict[str, Any] = {"torch": torch, "operator": operator, "math": math, "builtins": builtins}
 _BUILTINS = {"getattr", "len", "min", "max", "abs", "sum", "int", "float", "bool", "slice"}
+
+
+_INSTEAD = {
+    "torch._refs.tensor": "For torch.tensor(n) of a size n write torch.full((), n)",
+    "torch._dynamo.utils.wrapped_": "For a function of numpy write torch's own",
+}
+"""What to write for callables that Dynamo puts into a graph in place of the user's, by prefix."""
 
 
 # ---- callables -----------------------------------------------------------------------------------
@@ -53,9 +61,13 @@ def target_name(target: Any) -> str:
     for home in ("torch", "torch._C._nn", "torch.nn.functional", "torch.Tensor", "operator"):
         if _find(f"{home}.{short}") is target:
             return f"{home}.{short}"
+    instead = "Register"
+    for start, words in _INSTEAD.items():
+        if guess.startswith(start):
+            instead = f"{words}; or register"
     raise CompileError(
         f"{guess}: called in the graph, but no public name under torch, operator or math leads "
-        "to it, so the piece cannot be written down. Register it with pcgsvc.splitting_op or "
+        f"to it, so the piece cannot be written down. {instead} it with pcgsvc.splitting_op or "
         "torch.library."
     )
 
@@ -205,17 +217,21 @@ def refs(item: Any) -> set[int]:
 
 
 def encode_row(node: torch.fx.Node, ref: Callable[[torch.fx.Node], int]) -> Row:
-    """Return the row of one `call_function` or `call_method` node."""
-    if node.op == "call_method":
-        target = str(node.target)
-    elif node.op == "call_function":
-        target = target_name(node.target)
-    else:
+    """Return the row of one `call_function` or `call_method` node.
+
+    Raises:
+        CompileError: it has no written form; the message ends with the user's line.
+    """
+    if node.op not in ("call_function", "call_method"):
         raise CompileError(
-            f"{node.op} {node.target}: a graph node of a kind that has no written form "
-            "(higher-order operators are not supported); move it into a splitting op."
+            f"{node.op} {node.target}: a graph node of a kind that has no written form; move it "
+            "into a splitting op."
         )
-    return [node.op, target, encode(list(node.args), ref), encode(dict(node.kwargs), ref)]
+    try:
+        target = target_name(node.target) if node.op == "call_function" else str(node.target)
+        return [node.op, target, encode(list(node.args), ref), encode(dict(node.kwargs), ref)]
+    except CompileError as error:
+        raise CompileError(f"{error} It is called at {user_line(node)}.") from error
 
 
 def digest(document: Any) -> str:

@@ -215,6 +215,11 @@ def op_name(op: Any) -> str | None:
     return None
 
 
+def higher_order_name(op: Any) -> str | None:
+    """Return the name of an operator that runs graphs of its own (`cond`, …), else None."""
+    return str(op._name) if isinstance(op, torch._ops.HigherOrderOperator) else None
+
+
 def op_schemas(packet: Any) -> list[str]:
     """Return the schemas of all overloads of a packet."""
     return [str(getattr(packet, name)._schema) for name in packet.overloads()]

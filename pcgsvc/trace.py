@@ -26,6 +26,7 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.canonical import Canonical, Seen, tensors_of
 from pcgsvc.errors import TraceError
+from pcgsvc.nodes import frames_of
 from pcgsvc.ops import breaks, context
 from pcgsvc.traced import InputSpec, TracedGraph
 
@@ -131,7 +132,7 @@ def _explain(error: Exception, names: Sequence[str]) -> str:
             f"dynamic_dims: dimension {dim} of {name!r} came out fixed: the forward compares it "
             f"with a constant. Remove the comparison, or take it out of dynamic_dims.\n{text}"
         )
-    lines = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
+    lines = frames_of(text)
     ours = (breaks.__file__, context.__file__)  # frames between the user's line and Dynamo
     where = next(
         (

@@ -147,7 +147,7 @@ class ToyAttention(nn.Module):
 
 
 def _eager(
-    module: nn.Module,
+    module: ToyAttention,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -155,6 +155,8 @@ def _eager(
     scaling: float,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
+    if module.config.fault == "eager":
+        raise RuntimeError("no attention today")
     scores = q @ k.transpose(2, 3) * scaling + (0 if mask is None else mask)
     return (scores.softmax(-1) @ v).transpose(1, 2), None
 

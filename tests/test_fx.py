@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from core_helpers import (
@@ -21,7 +22,7 @@ from core_helpers import (
 from torch import nn
 
 import pcgsvc
-from pcgsvc.errors import ConfigError, SplitError, TraceError
+from pcgsvc.errors import CompileError, ConfigError, SplitError, TraceError
 from pcgsvc.partition.fx import canonical_op_name, partition_fx
 from pcgsvc.partition.pieces import Kind, Partition, graph_module
 from pcgsvc.program import program_of
@@ -368,6 +369,18 @@ def test_a_number_that_depends_on_data_is_refused_though_it_is_in_no_shape() -> 
         return x * torch.ops.fxtest.count(x)
 
     with pytest.raises((TraceError, SplitError)):
+        partition_of(forward)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "numpy"])
+def test_a_call_that_cannot_be_written_down_names_its_line_and_what_to_write(kind: str) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if kind == "numpy":
+            return x * torch.from_numpy(np.tanh(x.numpy()))
+        return x / torch.tensor(x.shape[0])
+
+    words = {"numpy": r"write torch's own", "tensor": r"write torch\.full\(\(\), n\)"}
+    with pytest.raises(CompileError, match=rf"{words[kind]}.*test_fx\.py:\d+ in forward\.$"):
         partition_of(forward)
 
 

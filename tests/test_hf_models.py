@@ -17,6 +17,7 @@ from hf_helpers import (
     forced_logits,
     shipped_config,
     their_logits,
+    theirs,
     write_config,
 )
 from safetensors.torch import load_file, save_file
@@ -36,6 +37,19 @@ from pcgsvc.models.hf.weights import freeze_frequencies
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
+ROBERTA = {
+    "model_type": "roberta",
+    "is_decoder": True,
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}[end]"
 
 
@@ -246,6 +260,36 @@ def test_another_config_with_equal_tensors_is_a_miss_that_says_so(tmp_path: Path
     assert start(values)["num_traces"] == 1
     assert start(values)["num_traces"] == 0
     assert start({**values, "rms_norm_eps": 1e-3})["num_traces"] == 1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "camembert",
+        "data2vec-text",
+    ],
+)
+def test_positions_begin_where_transformers_begins_them(kind: str, tmp_path: Path) -> None:
+    values = {**ROBERTA, "model_type": kind}
+    bundle = bundle_of(write_config(tmp_path, values))  # equal to transformers: checked there
+    assert bundle.attention is not None
+    assert bundle.attention.max_position == 64 - 2
+    words = ["model=hf", f"model.config={write_config(tmp_path, values)}", "cache.mode=off"]
+    words += ["compiler=eager", "device=cpu", "model.reference_check=false", "capture.sizes=[4]"]
+    with pcgsvc.load_runner(words) as runner:
+        (got,) = forced_logits(runner, [list(range(3, 11))], [4])
+        want = their_logits(theirs(values, runner.parts.module), range(3, 11))[3:]
+    assert float((got - want).abs().max()) < 1e-4
+
+
+def test_a_model_whose_first_position_is_its_last_is_refused(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {**ROBERTA, "max_position_embeddings": 2})
+    with pytest.raises(ConfigError, match=r"positions begin at 2, and max_position_embeddings"):
+        bundle_of(path)
 
 
 def test_the_probe_on_a_built_model_finds_what_it_finds_on_the_meta_device() -> None:

@@ -84,7 +84,7 @@ TOY: dict[str, str] = {
     "sinks": "asks for attention sinks",
     "unknown": "'temperature_of_the_day', which pcgsvc does not know",
     "bias": "a mask that is not as transformers' mask functions made it",
-    "prefix": "neither causal nor a sliding window",
+    "prefix": "the mask of ToyAttention of layer 0 is neither causal nor a sliding window",
     "bidirectional": "is not causal",
     "scales": r"differ in scale \(0\.1, 0\.2\)",
     "no_attention": "never calls transformers' attention interface",
@@ -100,6 +100,15 @@ def test_whatever_a_model_asks_of_attention_is_seen_without_weights(
         validate(config=str(path))
 
 
+def test_a_mask_that_no_layer_gets_is_not_looked_at(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    # use_sliding_window is false by default: transformers makes a mask of a window of none
+    path = write_config(tmp_path, {"model_type": "qwen2_moe", **SMALL, **experts})
+    spec = bundle_of(path).attention
+    assert spec is not None
+    assert spec.sliding_windows is None
+
+
 def test_the_toy_without_faults_and_with_narrow_values_runs(tmp_path: Path) -> None:
     assert bundle_of(toy_config(tmp_path, "none")).attention is not None
     assert bundle_of(toy_config(tmp_path, "latent")).attention is not None
@@ -113,6 +122,19 @@ def test_faults_outside_attention_are_caught_by_comparing_with_transformers(
     validate(config=str(path))
     with pytest.raises(VerifyError, match=r"model\.config: .*logits differ by .*reference_check"):
         bundle_of(path)
+    bundle_of(path, reference_check=False)
+
+
+def test_a_forward_on_which_transformers_itself_fails_is_refused(tmp_path: Path) -> None:
+    path = toy_config(tmp_path, "eager")
+    validate(config=str(path))
+    with pytest.raises(ConfigError) as caught:
+        bundle_of(path)
+    message = str(caught.value)
+    assert message.startswith(f"model.config: '{path}' (pcgsvc_toy) cannot be run: transformers' ")
+    assert "eager attention, fails" in message
+    assert "RuntimeError: no attention today" in message
+    assert "model.reference_check=false" in message
     bundle_of(path, reference_check=False)
 
 
@@ -194,10 +216,18 @@ def test_a_directory_without_a_config_or_with_pickles_only_is_refused(tmp_path: 
         validate(path=str(tmp_path))
 
 
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+def test_a_directory_whose_config_asks_for_code_says_so_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "auto_map": {}}')
+    with pytest.raises(ConfigError, match=r"^model\.path: '.*json' asks for code of its own"):
+        validate(path=str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"not a model", b"GGUFxxxx", b"GGUF\3\0\0\0", b""])
+def test_a_file_that_is_no_gguf_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    path.write_bytes(b"not a model")
-    with pytest.raises(ConfigError, match=r"model\.path: '.*m\.gguf' cannot be read"):
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.path: '.*m\.gguf' cannot be read.*fetch it"):
         validate(path=str(path))
 
 

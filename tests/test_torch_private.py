@@ -159,6 +159,12 @@ def test_op_name_is_the_same_for_overload_and_packet() -> None:
     assert private.op_name(torch.add) is None
 
 
+def test_higher_order_name_is_that_of_operators_with_graphs_of_their_own_alone() -> None:
+    assert private.higher_order_name(torch.ops.higher_order.cond) == "cond"
+    for other in (torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.add, "add"):
+        assert private.higher_order_name(other) is None
+
+
 def test_op_schemas_are_those_of_every_overload() -> None:
     schemas = private.op_schemas(torch.ops.aten.add)
     assert len(schemas) == len(torch.ops.aten.add.overloads())

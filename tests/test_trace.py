@@ -13,9 +13,11 @@ from core_helpers import WIDTH, Toy, attended, rows, toy, trace_of
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
+from pcgsvc.nodes import user_line
 from pcgsvc.results import flatten
 from pcgsvc.traced import TracedGraph
 
@@ -470,6 +472,31 @@ def test_a_size_that_depends_on_data_names_its_line() -> None:
     with pytest.raises(TraceError) as caught:
         trace_of(forward)
     assert line_of(forward, "# the size") in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["cond", "checkpoint"])
+def test_a_higher_order_operator_names_its_line_and_the_ways_out(kind: str) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if kind == "checkpoint":
+            return checkpoint(torch.sin, x, use_reentrant=False)  # the checkpoint
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # the cond
+
+    with pytest.raises(TraceError, match=r"splitting_op.*breakable") as caught:
+        trace_of(forward)
+    message = str(caught.value)
+    called = {"cond": "torch.cond", "checkpoint": "torch.utils.checkpoint"}[kind]
+    assert message.startswith(f"{called} at /")
+    assert f"{line_of(forward, f'# the {kind}')} in forward: " in message
+    assert {"cond": "torch.where", "checkpoint": "call the function itself"}[kind] in message
+
+
+def test_a_lambda_s_line_is_named_and_the_tracer_s_never() -> None:
+    with pytest.raises(TraceError, match=r"test_trace\.py:\d+ in <lambda>"):
+        trace_of(lambda x: x if x.sum() > 0 else -x)
+    graph = trace_of(nn.Linear(WIDTH, 2), dims={"input": 0}).graph
+    (node,) = (n for n in graph.nodes if n.op == "call_function")
+    assert "pcgsvc/trace.py" in str(node.stack_trace)
+    assert user_line(node) == f"graph node {node.name}"
 
 
 def test_no_row_dimension_is_refused() -> None:

@@ -63,12 +63,16 @@ class HfCausalLM(nn.Module):
     `partition.compile_modules` and the names of parameters see it under `model`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, first_position: int = 0) -> None:
+        """`first_position`: what transformers calls position 0, see `positions`."""
         super().__init__()
         self.model = model
+        self.first_position = first_position
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return logits [T, vocab] of input_ids [T] at positions [T], both int64."""
+        if self.first_position:
+            positions = positions + self.first_position
         result = self.model(
             input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
         )

@@ -15,6 +15,7 @@ from pcgsvc import torch_private
 from pcgsvc.config import Config
 from pcgsvc.models.base import ModelBundle
 from pcgsvc.models.hf import attention, probe, reference, weights
+from pcgsvc.models.hf.positions import first_position
 from pcgsvc.models.hf.source import Source, open_source
 from pcgsvc.models.hf.tokenizer import has_tokenizer, load_tokenizer
 from pcgsvc.ops.attention import AttentionSpec
@@ -49,12 +50,12 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
     spec = known if known is not None else probe.spec_of_model(source, model)
     vocab = source.config.get_text_config(decoder=True).vocab_size
     expected = (
-        reference.take(model, spec, vocab, config.seed)
+        reference.take(source, model, spec, vocab, config.seed)
         if config.model.reference_check and not torch_private.shapes_only()
         else None
     )
     weights.freeze_frequencies(model)
-    module = attention.HfCausalLM(model)
+    module = attention.HfCausalLM(model, first_position(model))
     if expected is not None:
         kind = find_backend(config.attention.name)
         error = reference.check(source, expected, module, spec, kind, dtype=dtype)

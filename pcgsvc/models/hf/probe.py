@@ -23,6 +23,7 @@ from torch import nn
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.extras import require
 from pcgsvc.models.hf import masks
+from pcgsvc.models.hf.positions import first_position
 from pcgsvc.models.hf.source import Source
 from pcgsvc.models.hf.weights import implementation, make
 from pcgsvc.ops.attention import AttentionSpec
@@ -78,8 +79,9 @@ class Notes:
     source: Source
     max_position: int
     calls: list[Call] = field(default_factory=list)
-    masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
-    """Masks that transformers was given, each with its window; None: causal over all."""
+    masks: list[tuple[torch.Tensor, int | masks.MaskError | None]] = field(default_factory=list)
+    """Masks that transformers was given, each with its window (None: causal over all), or why we
+    do not have it: a model may make masks that no layer of it uses."""
 
 
 _NOTES: contextvars.ContextVar[Notes] = contextvars.ContextVar("pcgsvc_hf_probe")
@@ -120,14 +122,20 @@ def spec_of_model(source: Source, model: nn.Module) -> AttentionSpec:
 
 
 def _watch(source: Source, model: nn.Module, device: torch.device) -> AttentionSpec:
-    tokens = min(_TOKENS, source.max_position())
-    notes = Notes(source, source.max_position())
+    first = first_position(model)
+    longest = source.max_position() - first
+    if longest < 1:
+        raise source.refuse(
+            f"its positions begin at {first}, and max_position_embeddings leaves room for none."
+        )
+    tokens = min(_TOKENS, longest)
+    notes = Notes(source, longest)
     token = _NOTES.set(notes)
     try:
         with torch.no_grad():
             model(
                 input_ids=torch.zeros(1, tokens, dtype=torch.int64, device=device),
-                position_ids=torch.arange(tokens, device=device).unsqueeze(0),
+                position_ids=torch.arange(first, first + tokens, device=device).unsqueeze(0),
                 # Without one, transformers looks into position_ids for packed sequences.
                 attention_mask=torch.ones(1, tokens, dtype=torch.int64, device=device),
                 use_cache=False,
@@ -179,7 +187,7 @@ def _note_mask(*args: Any, mask_function: Callable[..., Any], **settings: Any) -
     try:
         notes.masks.append((token, masks.window(mask_function, notes.max_position)))
     except masks.MaskError as error:
-        raise notes.source.refuse(f"its mask {error}.") from error
+        notes.masks.append((token, error))
     return token
 
 
@@ -257,8 +265,11 @@ def _window_of(notes: Notes, module: nn.Module, mask: torch.Tensor | None) -> in
     if mask is None:
         return None
     for token, window in notes.masks:
-        if token is mask:
-            return window
+        if token is not mask:
+            continue
+        if isinstance(window, masks.MaskError):
+            raise notes.source.refuse(f"the mask of {_where(module)} {window}.") from window
+        return window
     raise notes.source.refuse(
         f"{_where(module)} gets a mask that is not as transformers' mask functions made it: a bias "
         "(ALiBi, relative positions) or a mask of its own, which is not supported."

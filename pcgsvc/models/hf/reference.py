@@ -20,6 +20,7 @@ from torch import nn
 
 from pcgsvc.batch import Batch, CacheGeometry, StepBuffers, check_batch
 from pcgsvc.errors import VerifyError
+from pcgsvc.models.hf.positions import first_position
 from pcgsvc.models.hf.source import Source
 from pcgsvc.models.hf.weights import implementation
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
@@ -43,26 +44,41 @@ class Reference:
     """[L, vocab] each."""
 
 
-def take(model: Any, spec: AttentionSpec, vocab_size: int, seed: int) -> Reference:
-    """Run transformers' own forward on random sequences."""
+def take(source: Source, model: Any, spec: AttentionSpec, vocab_size: int, seed: int) -> Reference:
+    """Run transformers' own forward on random sequences.
+
+    Raises:
+        ConfigError: it fails.
+    """
     windows = [w for w in spec.sliding_windows or () if w is not None]
     longest = max(_LENGTHS[0], min(windows, default=0) + 8)
     longest = min(longest if longest <= _MOST else _LENGTHS[0], spec.max_position)
-    device = next(model.parameters()).device
+    device, first = next(model.parameters()).device, first_position(model)
     generator = torch.Generator().manual_seed(seed)
     sequences = [
         torch.randint(vocab_size, (length,), generator=generator).to(device)
         for length in (longest, min(_LENGTHS[1], longest))
     ]
-    with torch.no_grad(), implementation(model, "eager", "eager"):
-        logits = [own_logits(model, ids) for ids in sequences]
+    if first:  # padding has no position of its own there
+        sequences = [ids.where(ids != first - 1, first % vocab_size) for ids in sequences]
+    try:
+        with torch.no_grad(), implementation(model, "eager", "eager"):
+            logits = [own_logits(model, ids) for ids in sequences]
+    except Exception as error:
+        raise source.refuse(
+            "transformers' own forward, with its eager attention, fails on a sequence of random "
+            f"tokens: {type(error).__name__}: {error}. Try another config or another release of "
+            "transformers; model.reference_check=false runs it without being compared."
+        ) from error
     return Reference(sequences, logits)
 
 
 def own_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return transformers' logits [L, vocab] of one sequence [L], which attends to itself alone."""
-    positions = torch.arange(len(ids), device=ids.device).unsqueeze(0)
-    result = model(input_ids=ids.unsqueeze(0), position_ids=positions, use_cache=False)
+    """Return transformers' logits [L, vocab] of one sequence [L], which attends to itself alone.
+
+    Positions are left to transformers: where its own begin is part of what is compared.
+    """
+    result = model(input_ids=ids.unsqueeze(0), use_cache=False)
     logits: torch.Tensor = result.logits.squeeze(0)
     return logits
 

@@ -146,8 +146,13 @@ def _of_path(given: str) -> Source:
             _read_json("model.path", path / "config.json")
             transformers = require("transformers", "hf")
             found = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.path: '{given}' cannot be read: {_first(error)}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # what readers of a damaged file raise has no common base
+        advice = "; it is damaged or no GGUF file, fetch it again." if gguf else ""
+        raise ConfigError(
+            f"model.path: '{given}' cannot be read: {_first(error)}{advice}"
+        ) from error
     return Source("model.path", given, found, path)
 
 
