@@ -522,6 +522,13 @@ def test_a_replaced_method_of_a_class_of_torchs_is_a_miss(
     assert start(Flexible(act=nn.Hardtanh())).warm
 
 
+def test_a_forward_that_computes_nothing_starts_warm(start: Starter) -> None:
+    assert not start(nn.Identity(), dims={"input": 0}, example={"input": rows(2)}).warm
+    again = start(nn.Identity(), dims={"input": 0}, example={"input": rows(2)})
+    assert again.warm, again.reasons
+    assert again.right
+
+
 # ---- arguments -----------------------------------------------------------------------------------
 
 
