@@ -30,6 +30,10 @@ _ENCODERS = ("encoder", "minilm")
 """Families that give sentence vectors and have no KV cache."""
 
 
+_WITH_CACHE = (Job.RUN, Job.COMPILE, Job.CACHE)
+"""Jobs that open the disk cache."""
+
+
 def check_command(command: Command) -> None:
     """Check every job of a command line, and that no job would write over another's report.
 
@@ -153,7 +157,7 @@ def _check_paths(config: Config) -> None:
         _check_folder("report", path.absolute().parent)
     if config.debug.dump_dir is not None:
         _check_folder("debug.dump_dir", Path(config.debug.dump_dir).absolute())
-    if config.cache.mode is not CacheMode.OFF:
+    if config.cache.mode is not CacheMode.OFF and config.job in _WITH_CACHE:
         root, source = find_root(config.cache.dir)
         try:
             check_root(root, source)
