@@ -70,8 +70,8 @@ def _of_file(path: Path) -> ModuleType:
         raise ConfigError(f"model.target: there is no file '{path}'.")
     if "." in path.stem:  # would name a module in a package
         raise ConfigError(
-            f"model.target: '{path.name}' is no name that Python can import; rename the file so that "
-            "its only dot is that of .py."
+            f"model.target: '{path.name}' is no name that Python can import; rename the file so "
+            "that its only dot is that of .py."
         )
     folder = str(path.parent)
     if folder not in sys.path:
