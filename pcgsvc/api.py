@@ -30,6 +30,14 @@ def load_config(
     Raises:
         ConfigError: naming the setting, what was got and what there is.
     """
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+        raise ConfigError(
+            f"overrides: got {overrides!r}; a list of them is needed, e.g. ['mode=piecewise']. A "
+            "Config or a dict goes into config=."
+        )
+    wrong = [o for o in overrides if not isinstance(o, str)]
+    if wrong:
+        raise ConfigError(f"overrides: got {wrong[0]!r} among them; text is needed, 'name=value'.")
     if config is None:
         return compose(overrides, config_dir=config_dir)
     if overrides or config_dir is not None:

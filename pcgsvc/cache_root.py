@@ -5,7 +5,9 @@ what to change. Knows nothing of entries.
 
 Loading a cache runs code, so the data lies in a folder of our own, `<root>/store`, made 0700 and
 refused when anybody but its user and root could have put something there. It is not the root itself
-since a clone makes a checkout's `cache/` group-writable under umask 002.
+since a clone makes a checkout's `cache/` group-writable under umask 002. A root that anybody can
+write to, without the sticky bit, is refused: they could put another `store` in its place after it
+was looked at.
 """
 
 from __future__ import annotations
@@ -120,12 +122,7 @@ def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:
         CacheError: the place is not safe, or is no folder.
     """
     data = root / DATA_NAME
-    if os.path.expandvars(str(data)) != str(data):
-        raise CacheError(
-            f"cache root {root} ({source}): diskcache would expand the $; {_ELSEWHERE}."
-        )
-    for path in (root, data):
-        _check_link(path, source)
+    check_root(root, source)
     network = network_file_system(data)
     reason = "" if write else "cache.mode=read"
     if network:
@@ -143,6 +140,31 @@ def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:
     if not reason and immutable:
         reason = f"{data} is not writable"
     return DataFolder(root, data, source, not reason, reason, immutable)
+
+
+def check_root(root: Path, source: str) -> None:
+    """Check what a root is, without making it; a missing one is fine.
+
+    Raises:
+        CacheError: it is no folder, somebody else's link, or anybody may put another `store` there.
+    """
+    data = root / DATA_NAME
+    if os.path.expandvars(str(data)) != str(data):
+        raise CacheError(
+            f"cache root {root} ({source}): diskcache would expand the $; {_ELSEWHERE}."
+        )
+    for path in (root, data):
+        _check_link(path, source)
+    try:
+        mode = stat.S_IMODE(root.stat().st_mode)
+    except OSError:
+        return  # missing, or hidden from us: found out where it is made or looked at
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise CacheError(
+            f"cache root ({source}): {root} has mode {mode:04o}: anybody may put another "
+            f"{DATA_NAME} in it, and loading one runs code. If only you did so far: chmod go-w "
+            f"{root}. Or {_ELSEWHERE}."
+        )
 
 
 def check_safe(path: Path) -> None:

@@ -30,7 +30,7 @@ from pcgsvc.reads import (
     class_digest,
     code_digest,
     hook_form,
-    is_versioned,
+    is_versioned_class,
     name_of,
     sources_of,
 )
@@ -199,7 +199,7 @@ def _code_facts(module: Callable[..., Any]) -> dict[str, Any]:
         return {name_of(module): code_digest(module)}
     found: dict[str, set[str]] = {}
     for cls in {type(sub) for sub in module.modules()}:
-        if not all(is_versioned(part.__module__) for part in cls.__mro__):
+        if not is_versioned_class(cls):
             found.setdefault(name_of(cls), set()).add(class_digest(cls))
     return {name: ",".join(sorted(digests)) for name, digests in sorted(found.items())}
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pcgsvc.cache_root import check_root, find_root
 from pcgsvc.compose import Command
-from pcgsvc.config import Config, Job, resolve, validate
+from pcgsvc.config import CacheAction, CacheMode, Config, Job, resolve, validate
 from pcgsvc.devices import device_of, dtype_of, is_here
 from pcgsvc.dispatch import resolve_mode
-from pcgsvc.errors import ConfigError, near
+from pcgsvc.errors import CacheError, ConfigError, near
 from pcgsvc.expert_group import refuse_sweep
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.backends import find_backend
@@ -27,6 +28,10 @@ from pcgsvc.torch_private import op_exists
 
 _ENCODERS = ("encoder", "minilm")
 """Families that give sentence vectors and have no KV cache."""
+
+
+_WITH_CACHE = (Job.RUN, Job.COMPILE, Job.CACHE)
+"""Jobs that open the disk cache."""
 
 
 def check_command(command: Command) -> None:
@@ -152,6 +157,35 @@ def _check_paths(config: Config) -> None:
         _check_folder("report", path.absolute().parent)
     if config.debug.dump_dir is not None:
         _check_folder("debug.dump_dir", Path(config.debug.dump_dir).absolute())
+    if config.cache.mode is not CacheMode.OFF and config.job in _WITH_CACHE:
+        root, source = find_root(config.cache.dir)
+        try:
+            check_root(root, source)
+        except CacheError as error:
+            raise ConfigError(str(error)) from error
+    if config.job is Job.CACHE:
+        _check_cache_job(config)
+
+
+def _check_cache_job(config: Config) -> None:
+    cache = config.cache
+    if cache.mode is CacheMode.OFF:
+        raise ConfigError("cache.mode: got 'off' with job=cache; there is no cache to look at.")
+    if cache.action not in (CacheAction.EXPORT, CacheAction.IMPORT):
+        return
+    if not cache.file:
+        raise ConfigError(
+            f"cache.file: cache.action={cache.action.value} needs the path of a bundle, e.g. "
+            "cache.file=programs.tar."
+        )
+    path = Path(cache.file).absolute()
+    if cache.action is CacheAction.IMPORT:
+        if not path.is_file():
+            raise ConfigError(f"cache.file: there is no file '{path}' to import.")
+    elif path.is_dir():
+        raise ConfigError(f"cache.file: got {cache.file!r}, the path of a file is needed.")
+    else:
+        _check_folder("cache.file", path.parent)
 
 
 def _check_folder(setting: str, folder: Path) -> None:
@@ -159,8 +193,13 @@ def _check_folder(setting: str, folder: Path) -> None:
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not there.is_dir():
         raise ConfigError(f"{setting}: '{there}' is no folder; name another place.")
-    if not os.access(there, os.W_OK):
+    if not os.access(there, os.W_OK | os.X_OK) or _is_kernels(there):
         raise ConfigError(f"{setting}: '{there}' cannot be written; name another place.")
+
+
+def _is_kernels(folder: Path) -> bool:
+    """Whether a folder is of /proc or /sys, where no file can be made whatever `access` says."""
+    return Path(os.path.realpath(folder)).parts[1:2] in (("proc",), ("sys",))
 
 
 def _check_traffic(config: Config) -> None:

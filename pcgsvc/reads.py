@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.traced import Guard
+from pcgsvc.traced import SET_ORDER, Guard
 
 _NOT_READ = {
     "TENSOR_MATCH": "the tensor signature is in the key, ties included",
@@ -83,6 +83,10 @@ def reads_of(
     pythons = tuple(guard.source for guard in guards if _is_namedtuple_scope(guard.value))
     for guard in [*guards, *_aliases(guards)]:
         key = (guard.source, guard.kind)
+        reason = _of_this_process(guard)
+        if reason is not None:
+            problems.append(reason)
+            continue
         if key in found or guard.kind in _NOT_READ or not _is_users(guard.source):
             continue
         if guard.source.startswith(pythons):
@@ -120,6 +124,26 @@ def first_difference(
         if now != read.form:
             return f"{read.source}: stored {_short(read.form)}, now {_short(now)}"
     return None
+
+
+def _of_this_process(guard: Guard) -> str | None:
+    """Return why what was read cannot be compared in another process, or None."""
+    if guard.kind == SET_ORDER:
+        return (
+            f"{guard.source} goes through a set, whose order is another in every process: go "
+            "through sorted(…) of it, or a list"
+        )
+    if guard.value is hash:
+        return "the forward calls hash(), which gives text another number in every process"
+    if any(guard.value is function for function in _GETENV) and _is_users(guard.source):
+        return (
+            f"{guard.source} is called, and torch does not say which variable it read: use "
+            "os.environ.get"
+        )
+    return None
+
+
+_GETENV = (os.getenv, os.getenvb)
 
 
 def _is_namedtuple_scope(value: Any) -> bool:
@@ -167,6 +191,21 @@ def is_versioned(module: str) -> bool:
     # A user's script folder comes first on the path: their `types.py` is no part of Python.
     file = getattr(sys.modules.get(top), "__file__", None)
     return file is None or os.path.realpath(file).startswith(_STDLIB)
+
+
+def is_versioned_class(cls: type) -> bool:
+    """Whether versions say all of a class: its bases are versioned, and no method was replaced."""
+    return all(is_versioned(c.__module__) and not list(_replaced(c)) for c in cls.__mro__)
+
+
+def _replaced(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield the methods of a class of torch's or Python's that somebody else has put there."""
+    for name, value in sorted(vars(cls).items()):
+        for function in _functions_in(value):
+            # Not by `__module__`, which functools.wraps copies.
+            home = getattr(function, "__globals__", {}).get("__name__")
+            if home is not None and not is_versioned(home):
+                yield name, function
 
 
 _STDLIB = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
@@ -230,7 +269,11 @@ def sources_of(module: Any) -> dict[str, str]:
 def _parts(thing: Any) -> Iterator[Any]:
     """Yield what a class or callable is made of: base classes, wrappers and the wrapped."""
     if isinstance(thing, type):
-        yield from (c for c in thing.__mro__ if not is_versioned(c.__module__))
+        for part in thing.__mro__:
+            if is_versioned(part.__module__):
+                yield from (function for _, function in _replaced(part))
+            else:
+                yield part
     elif isinstance(thing, types.MethodType):
         yield from _parts(thing.__func__)
         yield from _parts(type(thing.__self__))
@@ -339,8 +382,8 @@ def identity(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return canonical(value)
     if isinstance(value, type):
-        users = any(not is_versioned(c.__module__) for c in value.__mro__)
-        return ["class", name_of(value), *([class_digest(value)] if users else [])]
+        digests = [] if is_versioned_class(value) else [class_digest(value)]
+        return ["class", name_of(value), *digests]
     if callable(value) and hasattr(value, "__qualname__"):
         return ["named", name_of(value)]
     if isinstance(value, torch.nn.Module):
@@ -418,8 +461,8 @@ def code_digest(function: Any) -> str:
 def class_digest(cls: type) -> str:
     """Return a digest of a class: the code of its methods and the names of its attributes.
 
-    Dynamo goes into methods without a guard on them. Base classes are part of it, but for those
-    of torch and of Python.
+    Dynamo goes into methods without a guard on them. Base classes are part of it; of those of torch
+    and of Python, only the methods that somebody has replaced.
     """
     return _digest(_class_words(cls, set()))
 
@@ -472,6 +515,9 @@ def _closure_words(function: types.FunctionType, seen: set[int]) -> Iterator[str
 def _class_words(cls: type, seen: set[int]) -> Iterator[str]:
     for part in cls.__mro__:
         if is_versioned(part.__module__):
+            for name, function in _replaced(part):
+                yield f"{name_of(part)}.{name}"
+                yield from _words(function, seen)
             continue
         yield name_of(part)
         for name, value in sorted(vars(part).items()):

@@ -42,7 +42,7 @@ from pcgsvc.program import Boundaries, CompiledPiece
 from pcgsvc.progress import Progress
 from pcgsvc.reads import NotCanonicalError, files_of, reads_of
 from pcgsvc.request import Request, make_samples, make_workspace
-from pcgsvc.rows import python_of
+from pcgsvc.rows import Document, python_of
 from pcgsvc.store import Store
 from pcgsvc.trace import trace
 from pcgsvc.traced import Binding, TracedGraph
@@ -157,6 +157,7 @@ class Stages:
                     words = "cache: no stored program fits: %s"
                     log_event(logger, logging.INFO, "cache_miss", words, reason, reason=reason)
                 return None
+        self._dump_loaded(*found)
         self.start = "warm"
         self.finish = partial(self._artifacts.finish, facts, *found)
         return found
@@ -204,14 +205,36 @@ class Stages:
         folder = self._config.debug.dump_dir
         dump_path = None
         if folder is not None and piece.document is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / f"{piece.name}.fx.py").write_text(python_of(piece.document, "piece"))
-            suffix = "" if size is None else f".size_{size}"
-            dump_path = Path(folder) / f"{piece.name}{suffix}.inductor.py"
+            _dump_document(Path(folder), piece.name, piece.document)
+            dump_path = _generated_path(Path(folder), piece.name, size)
         compiled = self._artifacts.piece(piece, dump_path, size)
         logger.debug("%s (%s): %d ops", piece.name, str(piece.hash)[:12], len(piece.nodes))
         self._progress.advance()
         return compiled
+
+    def _dump_loaded(self, image: ProgramImage, pieces: Mapping[str, CompiledPiece]) -> None:
+        """Write what `_compile` writes, of pieces that were loaded."""
+        if self._config.debug.dump_dir is None:
+            return
+        folder = Path(self._config.debug.dump_dir)
+        names = {s.piece: s.name for s in reversed(image.spec.steps) if s.piece is not None}
+        for key, document in image.documents.items():
+            _dump_document(folder, names[key], document)
+        if self._config.compiler.name is not Compiler.INDUCTOR:
+            return
+        for size, group in [(None, pieces), *self._artifacts.specialized.items()]:
+            for key, piece in group.items():
+                self._dump_generated(_generated_path(folder, names[key], size), piece)
+
+    def _dump_generated(self, path: Path, piece: CompiledPiece) -> None:
+        from pcgsvc.compilers.inductor import InductorPiece
+
+        try:
+            if isinstance(piece, InductorPiece):
+                path.write_text(piece.generated())
+        except Exception as error:  # noqa: BLE001 - torch's artifact format is young
+            words = f"{type(error).__name__}: {error}"
+            logger.warning("debug.dump_dir: %s cannot be written: %s", path.name, words)
 
     def _ready_compilers(self, *, inductor: bool) -> None:
         if inductor:
@@ -223,6 +246,16 @@ class Stages:
         self.misses.append(words)
         if self._config.cache.mode is not CacheMode.OFF:
             self.warnings.append(words)
+
+
+def _dump_document(folder: Path, name: str, document: Document) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.fx.py").write_text(python_of(document, "piece"))
+
+
+def _generated_path(folder: Path, name: str, size: int | None) -> Path:
+    suffix = "" if size is None else f".size_{size}"
+    return folder / f"{name}{suffix}.inductor.py"
 
 
 def trace_and_split(

@@ -54,6 +54,8 @@ BAD = {
     "hydra.nope=1": "hydra.nope",
     "prompt=hello": "model=smollm2",
     "report=/": "the path of a file",
+    "report=/proc/x/r.json": "'/proc' cannot be written",
+    "cache.dir=/etc/passwd": "/etc/passwd is no folder",
     "--config-path=/tmp": "--config-dir",
     "--config-dir=/no/such": "is no folder",
     "--config-name=nothere": "nothere",

@@ -148,6 +148,20 @@ def test_a_data_folder_that_others_may_write_to_is_refused_with_the_fix(
     assert open_root(tmp_path).writable
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o702])
+def test_a_root_that_anybody_may_write_to_is_refused_unless_it_is_sticky(
+    tmp_path: Path, mode: int
+) -> None:
+    root = tmp_path / "cache"
+    root.mkdir()
+    root.chmod(mode)
+    with pytest.raises(CacheError, match=f"{mode:04o}.*chmod go-w {root}"):
+        open_root(root)
+    assert not any(root.iterdir())
+    root.chmod(mode | stat.S_ISVTX)
+    assert open_root(root).writable
+
+
 @pytest.mark.parametrize("name", ["db", "db/cache.db"])
 def test_a_database_that_others_may_write_to_is_refused(tmp_path: Path, name: str) -> None:
     with Store.open(str(tmp_path)) as store:

@@ -447,6 +447,21 @@ assert not logging.getLogger("pcgsvc").handlers
 """
 
 
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ("mode=piecewise", r"^overrides: got 'mode=piecewise'; a list of them is needed"),
+        (None, r"^overrides: got None; a list"),
+        ({"mode": "none"}, r"^overrides: got \{'mode': 'none'\}; .*config="),
+        (["mode=none", 3], r"^overrides: got 3 among them; text is needed"),
+    ],
+)
+def test_overrides_that_are_no_list_of_text_are_refused(bad: Any, words: str) -> None:
+    for load in (pcgsvc.load_config, pcgsvc.load_runner):
+        with pytest.raises(ConfigError, match=words):
+            load(bad)
+
+
 def test_import_is_cheap_and_touches_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False

@@ -347,6 +347,19 @@ BAD = [
     ({"report": "/proc"}, r"^report: got '/proc', the path of a file"),
     ({"report": ""}, r"^report: got ''"),
     ({"report": "/etc/passwd/x.json"}, r"^report: '/etc/passwd' is no folder"),
+    ({"report": "/proc/x/r.json"}, r"^report: '/proc' cannot be written"),
+    ({"debug": {"dump_dir": "/proc/zz"}}, r"^debug\.dump_dir: '/proc' cannot be written"),
+    ({"cache": {"mode": "read", "dir": "/etc/passwd"}}, r"^cache root \(cache\.dir\): /etc/passwd"),
+    ({"job": "cache", "cache": {"mode": "off"}}, r"^cache\.mode: got 'off' with job=cache"),
+    ({"job": "cache", "cache": {"action": "export"}}, r"^cache\.file: .*export needs the path"),
+    (
+        {"job": "cache", "cache": {"action": "export", "file": "/etc/passwd/x.tar"}},
+        r"^cache\.file: '/etc/passwd' is no folder",
+    ),
+    (
+        {"job": "cache", "cache": {"action": "import", "file": "/no/such.tar"}},
+        r"^cache\.file: there is no file '/no/such.tar'",
+    ),
     ({"debug": {"dump_dir": "/etc/passwd"}}, r"^debug\.dump_dir: '/etc/passwd' is no folder"),
     (
         {"attention": {"name": "varlen"}, "strict": True},

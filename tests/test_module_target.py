@@ -403,6 +403,18 @@ def test_a_module_that_fails_on_import_names_the_line(cli: Cli, tmp_path: Path) 
         assert done.files == []
 
 
+def test_a_file_may_have_any_name_without_another_dot(tmp_path: Path) -> None:
+    from pcgsvc.models.targets import load_target
+
+    path = tmp_path / "mö d" / "my own-mod.py"
+    path.parent.mkdir()
+    path.write_text("class Model: pass\n")
+    assert load_target(f"{path}:Model").__name__ == "Model"
+    other = path.rename(path.with_name("my.mod.py"))
+    with pytest.raises(ConfigError, match=r"'my.mod.py' is no name .* rename the file"):
+        load_target(f"{other}:Model")
+
+
 def test_another_module_of_the_file_s_name_is_told(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("class Model: pass\n")
     with pytest.raises(ConfigError, match="another module has that name"):

@@ -10,6 +10,7 @@ import enum
 import functools
 import json
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -461,6 +462,70 @@ def test_the_environment_does_not_count_for_a_forward_that_reads_none_of_it(
     assert not start(Flexible()).warm
     monkeypatch.setenv("PCGSVC_TEST_SCALE", "5")
     assert start(Flexible()).warm
+
+
+class CallsGetenv(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return attended(x * float(os.getenv("PCGSVC_TEST_SCALE", "2")))
+
+
+class GoesThroughSet(nn.Module):
+    names = frozenset({"one", "three"})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.names:
+            x = x * len(name) + 1
+        return attended(x)
+
+
+class Hashes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return attended(x * (hash("abc") % 10))
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (CallsGetenv, r"os.getenv is called, .* use os.environ.get"),
+        (GoesThroughSet, r"test_reads.py:\d+ goes through a set, .* sorted"),
+        (Hashes, r"the forward calls hash\(\)"),
+    ],
+)
+def test_what_only_this_process_can_tell_is_not_stored_and_the_reason_is_reported(
+    start: Starter, cls: type[nn.Module], reason: str
+) -> None:
+    for _ in range(2):
+        made = start(cls())
+        assert made.right
+        assert not made.warm
+        assert re.search(rf"cannot be stored: .*{reason}", made.reasons)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_replaced_method_of_a_class_of_torchs_is_a_miss(
+    start: Starter, monkeypatch: pytest.MonkeyPatch, wraps: bool
+) -> None:
+    assert not start(Flexible(act=nn.Hardtanh())).warm
+    assert start(Flexible(act=nn.Hardtanh())).warm
+    for by in (2.0, 3.0):
+
+        def forward(self: nn.Module, x: torch.Tensor, by: float = by) -> torch.Tensor:
+            return x * by
+
+        with monkeypatch.context() as patch:
+            put = functools.wraps(nn.Hardtanh.forward)(forward) if wraps else forward
+            patch.setattr(nn.Hardtanh, "forward", put)
+            changed = start(Flexible(act=nn.Hardtanh()))
+            assert changed.right
+            assert not changed.warm
+            assert start(Flexible(act=nn.Hardtanh())).warm
+    assert start(Flexible(act=nn.Hardtanh())).warm
+
+
+def test_a_forward_that_computes_nothing_starts_warm(start: Starter) -> None:
+    made = [start(nn.Identity(), example={"input": rows(2)}, dims={"input": 0}) for _ in range(2)]
+    assert [each.right for each in made] == [True, True]
+    assert [each.report["compile"]["start"] for each in made] == ["cold", "warm"]
 
 
 # ---- arguments -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import pcgsvc
-from pcgsvc.config import Strategy
+from pcgsvc.config import CacheConfig, Strategy
 from pcgsvc.errors import CaptureError, HostReadError, PcgError, VerifyError
 from pcgsvc.graphs.capture import _way_out
 from pcgsvc.graphs.recorded import RecordedEngine
@@ -669,18 +669,51 @@ def test_an_inductor_option_that_does_not_exist_names_the_piece() -> None:
 
 
 @pytest.mark.slow
-def test_dump_dir_holds_the_sources_of_the_pieces(tmp_path: Path) -> None:
+def test_dump_dir_holds_the_sources_of_the_pieces_at_a_cold_and_a_warm_start(
+    tmp_path: Path,
+) -> None:
     from core_helpers import make_config
 
     config = make_config(compiler="inductor", sizes=[4])
-    config.debug.dump_dir = str(tmp_path / "dump")
-    pcgsvc.build_runner(
-        lambda x: x.sin() + 1, rows(3), dynamic_dims={"x": 0}, config=config
-    ).close()
-    assert sorted(p.name for p in (tmp_path / "dump").iterdir()) == [
+    config.compiler.specialize_sizes = [4]
+    config.cache = CacheConfig(dir=str(tmp_path / "cache"))
+    dumps = []
+    for start in ("cold", "warm"):
+        config.debug.dump_dir = str(tmp_path / start)
+        with pcgsvc.build_runner(sines, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
+            assert runner.report["compile"]["start"] == start
+        dumps.append({p.name: p.read_text() for p in (tmp_path / start).iterdir()})
+    assert sorted(dumps[0]) == [
         "piece_00.fx.py",
         "piece_00.inductor.py",
+        "piece_00.size_4.inductor.py",
     ]
+    assert dumps[0] == dumps[1]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_dumped_at_a_warm_start_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pcgsvc.compilers.inductor import InductorPiece
+
+    config = make_config(compiler="inductor", sizes=[4])
+    config.cache = CacheConfig(dir=str(tmp_path / "cache"))
+    pcgsvc.build_runner(sines, rows(3), dynamic_dims={"x": 0}, config=config).close()
+    config.debug.dump_dir = str(tmp_path / "dump")
+
+    def none(piece: InductorPiece) -> str:
+        raise AttributeError("source_code")
+
+    monkeypatch.setattr(InductorPiece, "generated", none)
+    monkeypatch.setattr(InductorPiece, "num_kernels", lambda piece: 1)
+    pcgsvc.build_runner(sines, rows(3), dynamic_dims={"x": 0}, config=config).close()
+    assert [p.name for p in (tmp_path / "dump").iterdir()] == ["piece_00.fx.py"]
+    assert "debug.dump_dir: piece_00.inductor.py cannot be written" in caplog.text
+
+
+def sines(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() + 1
 
 
 # ---- bound ops ----------------------------------------------------------------------------------

@@ -39,12 +39,13 @@ class DirectArtifact:
     def __init__(self, form: Mapping[str, Any], folder: Path, device: int) -> None:
         self._aligned: list[int] = form["aligned"]
         self.num_kernels: int = form["num_kernels"]
+        self.source: str = form["source"]
         names: dict[str, Any] = {name: _resolve(path) for name, path in form["names"].items()}
         extern = {name: getattr(torch, name) for name in form["extern"]}
         names[_EXTERN] = types.SimpleNamespace(**extern)
         for name, kernel in form["kernels"].items():
             names[name] = types.SimpleNamespace(run=_launcher(kernel, folder, device))
-        exec(compile(form["source"], "<pcgsvc direct piece>", "exec"), names)
+        exec(compile(self.source, "<pcgsvc direct piece>", "exec"), names)
         self._call: Callable[[list[Any]], Sequence[Any]] = names["call"]
 
     def __call__(self, *args: Any) -> Sequence[Any]:

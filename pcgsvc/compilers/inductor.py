@@ -52,6 +52,12 @@ class InductorPiece:
         """See `CompiledPiece.source`."""
         return ""
 
+    def generated(self) -> str:
+        """Return the source that Inductor generated; of a direct form, what of it is run."""
+        if isinstance(self._artifact, DirectArtifact):
+            return self._artifact.source
+        return torch_private.inductor_source(self._artifact)
+
     def to_bytes(self) -> bytes:
         """Return the artifact's serialised form."""
         return torch_private.inductor_serialize(self._artifact)
@@ -71,7 +77,7 @@ class InductorPiece:
         """See `CompiledPiece.num_kernels`: launches in the generated code."""
         if isinstance(self._artifact, DirectArtifact):
             return self._artifact.num_kernels
-        return torch_private.count_kernels(torch_private.inductor_source(self._artifact))
+        return torch_private.count_kernels(self.generated())
 
     @property
     def is_direct(self) -> bool:
@@ -134,10 +140,11 @@ def compile_piece(
             f"{piece.name}: inductor cannot compile it ({type(error).__name__}: {error}). "
             "compiler=eager runs it as it is."
         ) from error
-    if dump_path is not None:
-        dump_path.write_text(torch_private.inductor_source(artifact))
     baked = () if size is None else baked_inputs(piece.document or {})
-    return InductorPiece(artifact, len(piece.outputs), boundaries, baked)
+    compiled = InductorPiece(artifact, len(piece.outputs), boundaries, baked)
+    if dump_path is not None:
+        dump_path.write_text(compiled.generated())
+    return compiled
 
 
 def _add_output(module: torch.fx.GraphModule) -> None:

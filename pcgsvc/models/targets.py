@@ -68,8 +68,11 @@ def _of_file(path: Path) -> ModuleType:
     path = path.expanduser().absolute()
     if not path.is_file():
         raise ConfigError(f"model.target: there is no file '{path}'.")
-    if not path.stem.isidentifier():
-        raise ConfigError(f"model.target: '{path.name}' is no name that Python can import.")
+    if "." in path.stem:  # would name a module in a package
+        raise ConfigError(
+            f"model.target: '{path.name}' is no name that Python can import; rename the file so "
+            "that its only dot is that of .py."
+        )
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
