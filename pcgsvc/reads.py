@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.traced import SET_ORDER, Guard
+from pcgsvc.traced import Guard
 
 _NOT_READ = {
     "TENSOR_MATCH": "the tensor signature is in the key, ties included",
@@ -128,11 +128,6 @@ def first_difference(
 
 def _of_this_process(guard: Guard) -> str | None:
     """Return why what was read cannot be compared in another process, or None."""
-    if guard.kind == SET_ORDER:
-        return (
-            f"{guard.source} goes through a set, whose order is another in every process: go "
-            "through sorted(…) of it, or a list"
-        )
     if guard.value is hash:
         return "the forward calls hash(), which gives text another number in every process"
     if any(guard.value is function for function in _GETENV) and _is_users(guard.source):

@@ -14,8 +14,6 @@ import importlib
 import json
 import re
 import sys
-import threading
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -76,103 +74,6 @@ def dynamo_trace(
     # Freezing, an environment variable's wish, would make the weights constants of the graph.
     with torch._dynamo.config.patch(known), inductor_config.patch(freezing=False):
         return compiled(*args)
-
-
-@contextlib.contextmanager
-def set_orders() -> Iterator[dict[str, None]]:
-    """Collect the lines at which a trace goes through a set whose order Python makes up anew.
-
-    That is any set but one of numbers; Dynamo has no guard on it. One thread at a time.
-    """
-    import torch._dynamo.variables as dynamo_variables
-
-    sets: Any = dynamo_variables.SetVariable  # type: ignore[attr-defined]
-    lists: Any = dynamo_variables.ListVariable
-    lines: dict[str, None] = {}
-    thread = threading.get_ident()
-
-    def look(found: Any) -> None:
-        if threading.get_ident() == thread and _is_unordered(found) and not _minds_no_order():
-            lines[_user_line()] = None
-
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def watch(self: Any, *args: Any, **kwargs: Any) -> Any:
-            look(self)
-            return function(self, *args, **kwargs)
-
-        return watch
-
-    def watched_call(function: Callable[..., Any]) -> Callable[..., Any]:
-        def watch(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if name == "pop":
-                look(self)
-            elif name == "extend" and args:  # list(…) too
-                look(args[0])
-            return function(self, tx, name, args, kwargs)
-
-        return watch
-
-    def watched_items(items: property) -> property:
-        def watch(self: Any) -> Any:
-            if sys._getframe(1).f_code.co_name == "pop":  # a method of its own on torch 2.14
-                look(self)
-            return items.__get__(self)
-
-        return property(watch)
-
-    with _SET_LOCK, contextlib.ExitStack() as stack:
-        for cls, name, wrapper in (
-            (sets, "unpack_var_sequence", watched),
-            (sets, "tp_iter_impl", watched),  # not on torch 2.11
-            (sets, "call_method", watched_call),
-            (lists, "call_method", watched_call),
-            (sets, "set_items", watched_items),
-        ):
-            if name in vars(cls):
-                stack.callback(setattr, cls, name, vars(cls)[name])
-                setattr(cls, name, wrapper(vars(cls)[name]))
-        yield lines
-
-
-_SET_LOCK = threading.RLock()
-
-
-def _is_unordered(variable: Any) -> bool:
-    """Whether one of Dynamo's variables is a set whose order is another in every process."""
-    from torch._dynamo.variables import ConstantVariable, LazyVariableTracker
-
-    if isinstance(variable, LazyVariableTracker):
-        variable = variable.realize()
-    if type(variable).__name__ not in ("SetVariable", "FrozensetVariable"):
-        return False
-    items = [key.vt for key in variable.items]
-    return len(items) > 1 and not all(
-        isinstance(item, ConstantVariable) and isinstance(item.value, (int, float, complex))
-        for item in items
-    )
-
-
-def _minds_no_order() -> bool:
-    """Whether the running trace sorts a set (without a key), or makes another set of it."""
-    from torch._guards import TracingContext
-
-    frames = TracingContext.extract_stack()
-    if frames and "/torch/_dynamo/polyfills/" in frames[-1].filename:
-        return frames[-1].name.startswith("set_") or frames[-1].name in ("all", "any")
-    frame: types.FrameType | None = sys._getframe(3)
-    for _ in range(4):
-        if frame is not None and frame.f_code.co_name == "call_sorted":
-            return "key" not in frame.f_locals["kwargs"]
-        frame = None if frame is None else frame.f_back
-    return False
-
-
-def _user_line() -> str:
-    """Return the line outside torch that the running trace is at."""
-    from torch._guards import TracingContext
-
-    frames = [f for f in TracingContext.extract_stack() if "/torch/" not in f.filename]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the forward"
 
 
 def dynamo_errors() -> tuple[type[Exception], ...]:

@@ -28,7 +28,7 @@ from pcgsvc.canonical import Canonical, Seen, tensors_of
 from pcgsvc.errors import TraceError
 from pcgsvc.nodes import frames_of
 from pcgsvc.ops import breaks, context
-from pcgsvc.traced import SET_ORDER, Guard, InputSpec, TracedGraph
+from pcgsvc.traced import InputSpec, TracedGraph
 
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101)
 
@@ -57,7 +57,7 @@ def trace(
     before = Attributes(module)
     hook = [seen]  # Dynamo's caches keep the backend for ever; they must not keep the model
     try:
-        with torch.no_grad(), torch_private.set_orders() as lines:
+        with torch.no_grad():
             result = torch_private.dynamo_trace(
                 function,
                 examples,
@@ -70,7 +70,6 @@ def trace(
     finally:
         hook.clear()
         changed = before.restore()
-    seen.guards += [Guard(source=line, kind=SET_ORDER, value=None) for line in lines]
     return Canonical(module, inputs, seen, result, changed, size).build()
 
 

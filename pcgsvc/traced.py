@@ -93,10 +93,6 @@ class SizePredicate:
         return None
 
 
-SET_ORDER = "SET_ORDER"
-"""Kind of a guard that is not one of Dynamo's: the order of a set at `source`, a line."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Guard:
     """One thing besides shapes that tracing read and took for constant."""

@@ -469,15 +469,6 @@ class CallsGetenv(nn.Module):
         return attended(x * float(os.getenv("PCGSVC_TEST_SCALE", "2")))
 
 
-class GoesThroughSet(nn.Module):
-    names = frozenset({"one", "three"})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in self.names:
-            x = x * len(name) + 1
-        return attended(x)
-
-
 class Hashes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return attended(x * (hash("abc") % 10))
@@ -487,7 +478,6 @@ class Hashes(nn.Module):
     ("cls", "reason"),
     [
         (CallsGetenv, r"os.getenv is called, .* use os.environ.get"),
-        (GoesThroughSet, r"test_reads.py:\d+ goes through a set, .* sorted"),
         (Hashes, r"the forward calls hash\(\)"),
     ],
 )

@@ -143,36 +143,6 @@ def test_import_compilers_imports_what_was_asked_for() -> None:
     assert "torch._dynamo" in sys.modules
 
 
-NAMES = {"one", "two", "three"}
-
-
-@pytest.mark.parametrize(
-    ("function", "seen"),
-    [
-        (lambda x: next(x * len(name) for name in NAMES), True),
-        (lambda x: x * len(list(NAMES)[-1]), True),
-        (lambda x: x * len({"one", "three"}.pop()), True),
-        (lambda x: x * len(sorted(NAMES, key=len)[0]), True),
-        (lambda x: x * len(sorted(NAMES)[0]), False),
-        (lambda x: x * len(NAMES | {"four"}), False),
-        (lambda x: x * 2 if "one" in NAMES else x, False),
-        (lambda x: next(x * number for number in {1, 2}), False),
-        (lambda x: next(x * len(name) for name in {"one": 1, "two": 2}), False),
-    ],
-    ids=["loop", "list", "pop", "key", "sorted", "union", "in", "numbers", "dict"],
-)
-def test_set_orders_names_the_lines_that_go_through_a_set_of_text(
-    function: Any, seen: bool
-) -> None:
-    with private.set_orders() as lines:
-        traced(function, torch.zeros(11, 3))
-    assert [line.partition(":")[0] for line in lines] == ([__file__] if seen else [])
-    with private.set_orders() as again:
-        pass
-    traced(function, torch.zeros(11, 3))
-    assert not again
-
-
 # ---- ops -----------------------------------------------------------------------------------------
 
 
