@@ -81,13 +81,20 @@ class CacheGeometry:
         return -(-self.max_model_len // self.block_size)
 
 
-def check_batch(batch: Batch | None, num_tokens: int, cache: CacheGeometry | None) -> CheckedBatch:
+def check_batch(
+    batch: Batch | None,
+    num_tokens: int,
+    cache: CacheGeometry | None,
+    *,
+    for_timing: bool = False,
+) -> CheckedBatch:
     """Check a batch against the call's rows and the KV cache; touches no buffer.
 
     Args:
         batch: None means one new request.
         num_tokens: rows of the call's inputs.
         cache: None for models without attention.
+        for_timing: results are thrown away, so that requests may share any blocks.
 
     Raises:
         BatchError: naming the field, what was got and what fits.
@@ -115,12 +122,12 @@ def check_batch(batch: Batch | None, num_tokens: int, cache: CacheGeometry | Non
     owners, positions = _rows(query_lens, seq_lens)
     tables = slots = None
     if cache is not None:
-        tables = _check_tables(batch, seq_lens, cache)
+        tables = _check_tables(batch, seq_lens, cache, 1 if for_timing else cache.first_free_block)
         slots = _check_slots(batch, num_tokens, cache)
         if slots is None:
             size = cache.block_size
             slots = tables[owners, positions // size] * size + positions % size
-        if batch.block_tables is not None:
+        if batch.block_tables is not None and not for_timing:
             _check_distinct(slots, cache)
     return CheckedBatch(
         query_lens=query_lens,
@@ -163,7 +170,9 @@ def _lengths(name: str, given: Any) -> list[int]:
     return [int(v) for v in values]
 
 
-def _check_tables(batch: Batch, seq_lens: list[int], cache: CacheGeometry) -> Ints:
+def _check_tables(
+    batch: Batch, seq_lens: list[int], cache: CacheGeometry, first_block: int
+) -> Ints:
     """Return block tables that cover every request, made up of scratch blocks if none are given."""
     if max(seq_lens) > cache.max_model_len:
         raise BatchError(
@@ -174,7 +183,8 @@ def _check_tables(batch: Batch, seq_lens: list[int], cache: CacheGeometry) -> In
         if batch.slot_mapping is not None:
             raise BatchError("batch.slot_mapping: given without block_tables; pass both.")
         return _scratch_tables(seq_lens, cache)
-    return _check_blocks(_host_ints("block_tables", batch.block_tables, 2), seq_lens, cache)
+    tables = _host_ints("block_tables", batch.block_tables, 2)
+    return _check_blocks(tables, seq_lens, cache, first_block)
 
 
 def _check_slots(batch: Batch, num_tokens: int, cache: CacheGeometry) -> Ints | None:
@@ -228,7 +238,9 @@ def _host_ints(name: str, given: Any, dims: int) -> Ints:
     return values.astype(np.int64, copy=False)
 
 
-def _check_blocks(tables: Ints, seq_lens: list[int], cache: CacheGeometry) -> Ints:
+def _check_blocks(
+    tables: Ints, seq_lens: list[int], cache: CacheGeometry, first_block: int
+) -> Ints:
     """Return the tables with nothing in the columns that no request reaches."""
     needed = [-(-s // cache.block_size) for s in seq_lens]
     if len(tables) != len(seq_lens) or tables.shape[1] < max(needed):
@@ -238,7 +250,7 @@ def _check_blocks(tables: Ints, seq_lens: list[int], cache: CacheGeometry) -> In
         )
     used = np.arange(tables.shape[1])[None] < np.asarray(needed)[:, None]
     blocks = tables[used]
-    if blocks.min() < cache.first_free_block or blocks.max() >= cache.num_blocks:
+    if blocks.min() < first_block or blocks.max() >= cache.num_blocks:
         raise BatchError(
             f"batch.block_tables: got blocks from {blocks.min()} to {blocks.max()}; blocks "
             f"{cache.first_free_block} … {cache.num_blocks - 1} are the caller's (block "

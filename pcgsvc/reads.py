@@ -194,9 +194,13 @@ def is_versioned_class(cls: type) -> bool:
 
 
 def _replaced(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield the methods of a class of torch's or Python's that somebody else has put there."""
-    for name, value in sorted(vars(cls).items()):
-        for function in _functions_in(value):
+    """Yield what a class of torch's or Python's runs when called, if somebody else put it there.
+
+    Not other methods: libraries add some to `nn.Module` while they run (transformers does), which
+    no forward of torch's calls.
+    """
+    for name in ("__call__", "forward"):
+        for function in _functions_in(vars(cls).get(name)):
             # Not by `__module__`, which functools.wraps copies.
             home = getattr(function, "__globals__", {}).get("__name__")
             if home is not None and not is_versioned(home):

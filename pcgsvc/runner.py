@@ -125,13 +125,14 @@ class Runner:
 
     # -- calls --
 
-    def __call__(self, *args: Any, batch: Batch | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, batch: Batch | CheckedBatch | None = None, **kwargs: Any) -> Any:
         """Run one step.
 
         Args:
             *args: the forward's tensor inputs in its order, N rows each in their row dimensions;
                 or, where one of them is no tensor, its arguments in its order.
-            batch: the requests behind the rows; None: one new request on scratch KV blocks.
+            batch: the requests behind the rows; None: one new request on scratch KV blocks. What
+                `check_batch` gave for as many rows is taken as it is.
             **kwargs: arguments by name. Those that were fixed at the build may be left out.
 
         Returns:
@@ -155,7 +156,9 @@ class Runner:
             finally:
                 self._running = False
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch | None) -> Any:
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch | CheckedBatch | None
+    ) -> Any:
         parts = self._open()
         inputs, num_tokens = self._bind(parts, args, kwargs)
         checked = self._check(parts, batch, num_tokens)
@@ -338,8 +341,16 @@ class Runner:
 
     # -- one step --
 
-    def _check(self, parts: RunnerParts, batch: Batch | None, num_tokens: int) -> CheckedBatch:
+    def _check(
+        self, parts: RunnerParts, batch: Batch | CheckedBatch | None, num_tokens: int
+    ) -> CheckedBatch:
         """Check a batch; what a call without one means is worked out once per row count."""
+        if isinstance(batch, CheckedBatch):
+            if batch.num_tokens != num_tokens:
+                raise BatchError(
+                    f"batch: of {batch.num_tokens} rows; the inputs have {num_tokens}."
+                )
+            return batch
         if batch is not None:
             given = check_batch(batch, num_tokens, parts.workspace.geometry)
             if batch.block_tables is None:

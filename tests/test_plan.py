@@ -325,8 +325,9 @@ MEASURED = json.loads(
 @pytest.mark.parametrize(
     ("row", "overrides", "within"),
     [
-        ("fx", ["compiler=inductor"], 0.0),
-        ("inductor", ["compiler=inductor", "partition.strategy=inductor"], 0.0),
+        # Which buffers Inductor uses again is its own affair: a whole segment more or less.
+        ("fx", ["compiler=inductor"], 0.1),
+        ("inductor", ["compiler=inductor", "partition.strategy=inductor"], 0.1),
         # On the CPU's tensors an RMS norm is made of more ops than on CUDA's.
         ("breakable", ["compiler=eager", "partition.strategy=breakable"], 0.1),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pcgsvc.batch import Batch
+from pcgsvc.batch import Batch, CheckedBatch, check_batch
 from pcgsvc.config import Config, Graphs, Mode
 from pcgsvc.errors import UncoveredError
 from pcgsvc.progress import Progress
@@ -110,30 +110,27 @@ def _expected(runner: Runner, traffic: Traffic) -> float:
 # ---- batches -------------------------------------------------------------------------------------
 
 
-def make_batch(parts: RunnerParts, rows: int, uniform: bool, rng: random.Random) -> Batch:
+def make_batch(parts: RunnerParts, rows: int, uniform: bool, rng: random.Random) -> CheckedBatch:
     """Return a batch of `rows` rows of the wanted kind.
 
-    Decoding requests are as long as the cache lets all of them be; what their earlier tokens'
-    blocks hold is whatever was there.
+    KV blocks are dealt out in turn from all there are, so requests that need more share some; what
+    is computed from them is thrown away.
     """
     query_len, cache = parts.config.capture.uniform_query_len, parts.workspace.geometry
     longest = rows if cache is None else cache.max_model_len
     uniform_lens = [query_len] * (rows // query_len)
     lens = uniform_lens if uniform else general_lens(rows, query_len, longest)
     if cache is None:
-        return Batch(query_lens=lens)
-    free = cache.num_blocks - cache.first_free_block
+        return check_batch(Batch(query_lens=lens), rows, None)
     seq_lens = lens
     if uniform:
-        longest = min(longest, free // len(lens) * cache.block_size)
         seq_lens = [rng.randint(n, max(n, longest)) for n in lens]
     needed = np.array([-(-n // cache.block_size) for n in seq_lens])
-    if needed.sum() > free:
-        return Batch(query_lens=lens)
-    first = cache.first_free_block + np.cumsum(needed) - needed
+    first = np.cumsum(needed) - needed
     column = np.arange(needed.max())
-    tables = np.where(column < needed[:, None], first[:, None] + column, 0)
-    return Batch(query_lens=lens, seq_lens=seq_lens, block_tables=tables)
+    tables = 1 + (first[:, None] + column) % (cache.num_blocks - 1)
+    batch = Batch(query_lens=lens, seq_lens=seq_lens, block_tables=tables)
+    return check_batch(batch, rows, cache, for_timing=True)
 
 
 def general_lens(rows: int, query_len: int, longest: int) -> list[int]:
