@@ -54,7 +54,7 @@ class Arguments:
         if order is self.inputs and (passed_over := self._optional_before(len(args))):
             raise BatchError(
                 f"inputs: got {len(args)} tensors by position, and the forward has "
-                f"{passed_over[0]}, which was None when built, before the last of them; pass "
+                f"{passed_over}, which was None when built, before the last of them; pass "
                 f"{list(self.inputs[: len(args)])} by name."
             )
         given: dict[str, Any] = dict(zip(order, args, strict=False))
@@ -70,25 +70,28 @@ class Arguments:
             raise BatchError(f"inputs: {missing} are missing; {self._needed()}.")
         return {name: given[name] for name in self.inputs}
 
-    def _optional_before(self, count: int) -> list[str]:
-        """Return the arguments fixed at None that the forward has before its `count`th input."""
+    def _optional_before(self, count: int) -> str | None:
+        """Return an argument fixed at None that the forward has before its `count`th input."""
         names = iter(self.order)
         for wanted in self.inputs[:count]:
             for name in names:
                 if name == wanted:
                     break
-                fixed = self.constants if name in self.constants else self.defaults
+                fixed = self._fixed_with(name)
                 if name in fixed and fixed[name] is None:
-                    return [name]
-        return []
+                    return name
+        return None
 
     @property
     def by_position(self) -> bool:
         """Whether a call may pass all inputs, and them alone, by position."""
-        return not self._optional_before(len(self.inputs))
+        return self._optional_before(len(self.inputs)) is None
+
+    def _fixed_with(self, name: str) -> Constants:
+        return self.constants if name in self.constants else self.defaults
 
     def _check_fixed(self, name: str, value: Any) -> None:
-        fixed = self.constants if name in self.constants else self.defaults
+        fixed = self._fixed_with(name)
         if name not in fixed:
             raise BatchError(f"{name}: the forward has no such argument; {self._needed()}.")
         if not fixed.is_same(name, value):

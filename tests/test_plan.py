@@ -323,20 +323,20 @@ MEASURED = json.loads(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("row", "overrides", "within"),
+    ("row", "overrides", "estimate"),
     [
-        # Which buffers Inductor uses again is its own affair: a whole segment more or less.
-        ("fx", ["compiler=inductor"], 0.1),
-        ("inductor", ["compiler=inductor", "partition.strategy=inductor"], 0.1),
+        # The buffer that `residual_add` gives a matrix product is not in the estimate.
+        ("fx", ["compiler=inductor"], 22.0),
+        ("inductor", ["compiler=inductor", "partition.strategy=inductor"], 22.0),
         # On the CPU's tensors an RMS norm is made of more ops than on CUDA's.
-        ("breakable", ["compiler=eager", "partition.strategy=breakable"], 0.1),
+        ("breakable", ["compiler=eager", "partition.strategy=breakable"], 26.0),
     ],
 )
-def test_the_pool_estimate_is_what_an_h200_took(
-    row: str, overrides: list[str], within: float
+def test_the_pool_estimate_is_near_what_an_h200_took(
+    row: str, overrides: list[str], estimate: float
 ) -> None:
-    measured = MEASURED[row]["pool_mib"]
-    assert bench_pool_mib(*overrides) == pytest.approx(measured, rel=within, abs=0)
+    assert bench_pool_mib(*overrides) == estimate
+    assert estimate == pytest.approx(MEASURED[row]["pool_mib"], rel=0.1, abs=0)
 
 
 def test_small_and_large_blocks_come_from_segments_of_their_own() -> None:
