@@ -314,7 +314,7 @@ class DebugConfig:
     """Folder that gets each piece's FX source and Inductor source; None: nothing is dumped."""
     check_addresses: bool = False
     """Compare the addresses of all weights, of input buffers and of the KV cache before every call;
-    else 16 weights in turn, and all when one was registered anew."""
+    else some weights in turn, and all when one was registered anew."""
     poison: bool = False
     """Recorded graphs only: before a replay, fill the memory of all other entries with NaN, as
     sharing one graph pool may."""
