@@ -1,8 +1,8 @@
 """Timing of captured entries, regions and boundaries apart, against plain execution.
 
-In: a built runner. Out: one row per (mode, size) in the report's form. Times are microseconds; host
-time is until everything is enqueued, step time is per step of a back-to-back run. Knows nothing of
-how entries were captured.
+In: the parts of a runner. Out: one row per (mode, size) in the report's form. Times are
+microseconds; host time is until everything is enqueued, step time is per step of a back-to-back
+run. Knows nothing of how entries were captured.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch
 from pcgsvc.config import Mode
 from pcgsvc.graphs.session import Entry
 from pcgsvc.ops.context import use_context
-from pcgsvc.runner import Runner
+from pcgsvc.runner import RunnerParts
 from pcgsvc.samples import Samples
+from pcgsvc.verify import module_results
 
 _MAX_SECONDS = 0.2
 """A figure is taken of fewer repeats than asked for once it has taken this long (3 at least)."""
 
 
 def bench_entries(
-    runner: Runner,
+    parts: RunnerParts,
     samples: Samples,
     *,
     repeats: int,
@@ -41,37 +42,37 @@ def bench_entries(
         Per entry: host_us (enqueue), step_us, plain_us (the module), region_us and boundary_us
         (only such steps of it), and a verdict on what bounds it.
     """
-    parts, rows = runner.parts, []
+    rows = []
     limit_s = float("inf") if lockstep else _MAX_SECONDS
-    with runner.lock, torch.no_grad():
+    with torch.no_grad():
         for (mode, descriptor), entry in parts.table.entries.items():
             size = descriptor.num_tokens
             batch = samples.batch(size, uniform=descriptor.uniform)
-            with runner.on_stream():
+            with parts.workspace.on_stream():
                 parts.workspace.load(samples.inputs(size), size, size)
                 query_len = parts.config.capture.uniform_query_len if descriptor.uniform else None
                 context = parts.workspace.context(
                     batch, size, query_len, in_full_graph=mode is Mode.FULL
                 )
                 with use_context(context):
-                    row = _time_entry(runner, entry, size, repeats, limit_s)
+                    row = _time_entry(parts, entry, size, repeats, limit_s)
             rows.append({"mode": mode.value, "size": size, **row})
             on_entry()
     return rows
 
 
 def _time_entry(
-    runner: Runner, entry: Entry, size: int, repeats: int, limit_s: float
+    parts: RunnerParts, entry: Entry, size: int, repeats: int, limit_s: float
 ) -> dict[str, Any]:
-    views = runner.parts.workspace.views(size)
-    sync = _synchronise if runner.parts.workspace.stream is not None else _nothing
+    views = parts.workspace.views(size)
+    sync = _synchronise if parts.workspace.stream is not None else _nothing
     pairs = list(zip(entry.steps, entry.is_region, strict=True))
     regions = [s for s, is_region in pairs if is_region]
     boundaries = [s for s, is_region in pairs if not is_region]
     host, step = time_calls(entry.steps, sync, repeats, limit_s)
     _, region = time_calls(regions, sync, repeats, limit_s)
     _, boundary = time_calls(boundaries, sync, repeats, limit_s)
-    _, plain = time_calls([lambda: runner.run_module(views)], sync, repeats, limit_s)
+    _, plain = time_calls([lambda: module_results(parts, views)], sync, repeats, limit_s)
     return {
         "host_us": host,
         "step_us": step,

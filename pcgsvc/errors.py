@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class PcgError(Exception):
@@ -73,7 +74,14 @@ class CacheError(PcgError):
 
 
 class VerifyError(PcgError):
-    """A replay does not give what plain execution gives."""
+    """A replay does not give what plain execution gives.
+
+    `report`: the report of the build that it ended, with the rows of `verify`.
+    """
+
+    def __init__(self, message: str, report: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 def near(name: str, choices: Iterable[str]) -> str:

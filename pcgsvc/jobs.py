@@ -6,7 +6,6 @@ In: a validated config. Out: a report, and what a person reads. Knows nothing of
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +15,14 @@ from rich.console import Console
 
 from pcgsvc.bench import bench_entries
 from pcgsvc.cache_jobs import cache_job
-from pcgsvc.config import Config, Job, copy
+from pcgsvc.config import Config, Job
 from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
 from pcgsvc.events import phase_events
 from pcgsvc.expert_group import rank_of_process, uses_group
 from pcgsvc.generate import generate_ids
 from pcgsvc.pipeline import build_from_config, prepare_only
 from pcgsvc.planning.planner import plan
+from pcgsvc.progress import Progress
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.existing import read_reports, rows_of
 from pcgsvc.report.plan import plan_section
@@ -37,7 +37,6 @@ from pcgsvc.samples import Samples
 from pcgsvc.sizing.job import sizes_job
 from pcgsvc.sizing.replay import replay
 from pcgsvc.stages import phase
-from pcgsvc.verify import verify
 
 logger = logging.getLogger(__name__)
 
@@ -119,33 +118,20 @@ def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 
 def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     """Build, verify every entry, time it, continue the prompt, report."""
-    asked, config = config, copy(config)
-    config.capture.self_check = False  # verification below is the same check and more
-    with progress_for(out) as progress, build_from_config(config, progress) as runner:
-        parts = runner.parts
-        samples = Samples(
-            parts.workspace,
-            parts.make_inputs,
-            seed=config.seed + 1,
-            query_len=parts.config.capture.uniform_query_len,
-        )
-        report = runner.report
-        report["config"]["capture"]["self_check"] = asked.capture.self_check
+    with progress_for(out) as progress, _verified(config, progress, report_path, out) as runner:
+        parts, report = runner.parts, runner.report
         entries = len(parts.table.entries)
-        spent = {"verify": 0.0, "bench": 0.0}
-        with phase("verify", spent, progress, total=entries):
-            report["verify"] = verify(
-                runner,
-                samples,
-                seed=random.Random(config.seed).getrandbits(32),
-                on_entry=progress.advance,
-            )
         report["bench"] = []
         if config.bench.enabled:
-            with phase("bench", spent, progress, total=entries):
+            with phase("bench", {"bench": 0.0}, progress, total=entries):
                 report["bench"] = bench_entries(
-                    runner,
-                    samples,
+                    parts,
+                    Samples(
+                        parts.workspace,
+                        parts.make_inputs,
+                        seed=config.seed + 2,
+                        query_len=parts.config.capture.uniform_query_len,
+                    ),
                     repeats=config.bench.repeats,
                     lockstep=uses_group(config),
                     on_entry=progress.advance,
@@ -166,19 +152,18 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
             f"traffic: {sum(r['count'] for r in refused)} calls were refused; the first: "
             f"{refused[0]['reason']}"
         )
-    wrong = [row for row in report["verify"] if not row["ok"]]
-    if wrong:
-        raise VerifyError(
-            "replay differs from plain execution: "
-            + "; ".join(
-                f"{r['mode']} size {r['size']}: {r['max_rel_err']:.3g} (tolerance "
-                f"{r['tolerance']:.3g}), true rows {r['max_rel_err_true']:.3g} (tolerance "
-                f"{r['tolerance_true']:.3g})"
-                + (f", padding rows in the state {s}" if (s := r.get("spoilt_state")) else "")
-                for r in wrong
-            )
-        )
     return report
+
+
+def _verified(config: Config, progress: Progress, report_path: Path, out: Console) -> Runner:
+    """Build the runner; where it is refused, write and show the report before raising."""
+    try:
+        return build_from_config(config, progress, check=True)
+    except VerifyError as error:
+        if error.report is not None:
+            progress.stop()
+            _finish({**error.report, "bench": []}, report_path, out)
+        raise
 
 
 def _continue_prompt(runner: Runner, config: Config) -> str:

@@ -7,10 +7,11 @@ earlier module; this file only hands results on, counts, and times.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,9 +53,9 @@ from pcgsvc.request import (
 )
 from pcgsvc.runner import OutputPlan, Runner, RunnerParts
 from pcgsvc.samples import Samples
-from pcgsvc.stages import Stages, on_capture_stream, phase
+from pcgsvc.stages import Stages, phase
 from pcgsvc.store import Store
-from pcgsvc.verify import preserved, self_check
+from pcgsvc.verify import preserved, refusal, verify
 from pcgsvc.workspace import Workspace, usable_sizes
 
 logger = logging.getLogger(__name__)
@@ -135,14 +136,22 @@ def build_runner(
     return build(request, progress or Silent())
 
 
-def build_from_config(config: Config, progress: Progress | None = None) -> Runner:
-    """Build the configured model and a runner for it; `config` is as composed or resolved."""
+def build_from_config(
+    config: Config, progress: Progress | None = None, *, check: bool | None = None
+) -> Runner:
+    """Build the configured model and a runner for it.
+
+    Args:
+        config: as composed or resolved.
+        progress: hears of long phases.
+        check: whether captured entries are verified; None: as `capture.self_check` says.
+    """
     progress = progress or Silent()
-    return build(request_of(config, progress), progress)
+    return build(request_of(config, progress), progress, check=check)
 
 
-def build(request: Request, progress: Progress) -> Runner:
-    """Trace or load, compile, capture, check."""
+def build(request: Request, progress: Progress, *, check: bool | None = None) -> Runner:
+    """Trace or load, compile, capture, verify; report and runner are made of what is left."""
     started = time.perf_counter()
     config = request.config
     with _building(request) as folder, _open_store(config) as store:
@@ -157,10 +166,19 @@ def build(request: Request, progress: Progress) -> Runner:
             built.finish()
             built.seconds["total"] = time.perf_counter() - started + request.weights_s
             parts = _parts(built, workspace, table)
+            rows = None
+            if config.capture.self_check if check is None else check:
+                rows = _verify(request, parts, progress)
+                built.image = replace(built.image, predicate=parts.predicate)
             parts.report = build_report(built, table, workspace)
+            if rows is not None:
+                parts.report["verify"] = rows
+            wrong = refusal(parts, rows or [])
+            if wrong is not None:
+                _at_close(folder, workspace)
+                raise VerifyError(wrong, parts.report)
+            parts.dispatch = _dispatch_table(built, workspace, table)
             runner = Runner(parts, at_close=lambda: _at_close(folder, workspace))
-            if config.capture.self_check:
-                _self_check(runner, samples, progress)
     if config.strict and table.skipped:
         runner.close()
         raise ConfigError(f"strict=true, and some sizes were not captured: {table.skipped}")
@@ -364,7 +382,7 @@ def _capture(
         profile_ranges=config.debug.profile_ranges,
     )
     progress.start("capture", len(wanted))
-    with phase_events(logger, "capture", len(wanted)) as said, on_capture_stream(workspace):
+    with phase_events(logger, "capture", len(wanted)) as said, workspace.on_stream():
         table = capture_entries(
             program,
             workspace,
@@ -385,26 +403,28 @@ def _capture(
     return table
 
 
-def _self_check(runner: Runner, samples: Samples, progress: Progress) -> None:
-    """Replay every entry once against the module; a difference ends the build."""
-    try:
-        with phase("check", {"check": 0.0}, progress, total=len(runner.parts.table.entries)):
-            self_check(runner, samples, progress.advance)
-    except VerifyError:
-        runner.close()
-        raise
+def _verify(request: Request, parts: RunnerParts, progress: Progress) -> list[dict[str, Any]]:
+    """Verify every entry on samples that capture has not seen."""
+    config = request.config
+    samples = make_samples(request, parts.workspace, seed=config.seed + 1)
+    with phase("verify", {"verify": 0.0}, progress, total=len(parts.table.entries)):
+        seed = random.Random(config.seed).getrandbits(32)
+        return verify(parts, samples, seed=seed, on_entry=progress.advance)
+
+
+def _dispatch_table(built: Built, workspace: Workspace, table: GraphTable) -> DispatchTable:
+    return DispatchTable(
+        built.resolution,
+        table.entries,
+        uniform_query_len=built.request.config.capture.uniform_query_len,
+        max_reqs=workspace.max_reqs,
+        skipped=table.skipped,
+    )
 
 
 def _parts(built: Built, workspace: Workspace, table: GraphTable) -> RunnerParts:
     request, image, program = built.request, built.image, built.program
     assert program is not None
-    dispatch = DispatchTable(
-        built.resolution,
-        table.entries,
-        uniform_query_len=request.config.capture.uniform_query_len,
-        max_reqs=workspace.max_reqs,
-        skipped=table.skipped,
-    )
     outputs = OutputPlan(
         leaves=list(image.outputs),
         constants=image.constants,
@@ -417,7 +437,7 @@ def _parts(built: Built, workspace: Workspace, table: GraphTable) -> RunnerParts
         program=program,
         workspace=workspace,
         table=table,
-        dispatch=dispatch,
+        dispatch=_dispatch_table(built, workspace, table),
         predicate=image.predicate,
         outputs=outputs,
         arguments=request.arguments,

@@ -208,11 +208,11 @@ def make_workspace(
     )
 
 
-def make_samples(request: Request, workspace: Workspace) -> Samples:
-    """Return the source of the steps that a build makes up itself."""
+def make_samples(request: Request, workspace: Workspace, *, seed: int | None = None) -> Samples:
+    """Return the source of the steps that a build makes up itself; `seed`: None: the config's."""
     return Samples(
         workspace,
         request.bundle.make_inputs,
-        seed=request.config.seed,
+        seed=request.config.seed if seed is None else seed,
         query_len=request.config.capture.uniform_query_len,
     )

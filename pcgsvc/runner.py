@@ -191,8 +191,12 @@ class Runner:
         parts = self._open()
         lens = [num_tokens] if query_lens is None else query_lens
         batch = check_batch(Batch(query_lens=lens), num_tokens, None)
-        uniform = parts.dispatch.is_uniform(batch.query_lens)
-        return parts.dispatch.plan(num_tokens, len(batch.query_lens), uniform)
+        uniform, reqs = parts.dispatch.is_uniform(batch.query_lens), len(batch.query_lens)
+        itself = _why_itself(parts.predicate, num_tokens)
+        if itself is not None:
+            descriptor = BatchDescriptor(num_tokens, reqs, uniform)
+            return Dispatch(Mode.NONE, descriptor, itself)
+        return parts.dispatch.plan(num_tokens, reqs, uniform)
 
     def generate(
         self, prompts: Sequence[str], max_new_tokens: int = 16, *, return_ids: bool = False
@@ -463,23 +467,11 @@ class Runner:
                     tensor.record_stream(caller)
         return result
 
-    def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Call the module under the current context; results in the order of the graph's."""
-        parts = self._open()
-        result = parts.module(**inputs, **parts.arguments.constants)
-        leaves = tensors_in(result)
-        flat: dict[int, torch.Tensor] = {}
-        for (kind, index), leaf in zip(parts.outputs.leaves, leaves, strict=True):
-            if kind == "graph":
-                flat[index] = leaf
-        return [flat[i] for i in range(len(flat))]
-
     def _count_uncovered(self, parts: RunnerParts, batch: CheckedBatch, uniform: bool) -> None:
         rows, reqs = batch.num_tokens, len(batch.query_lens)
         reason = parts.dispatch.why_none(rows, reqs, uniform)
-        broken = parts.predicate.broken_by(rows)
-        if broken is not None:
-            reason += f"; run by the module itself, since the traced graph needs {broken}"
+        itself = _why_itself(parts.predicate, rows)
+        reason = reason if itself is None else f"{reason}; {itself}"
         config = parts.config
         strict = config.on_uncovered is OnUncovered.ERROR or config.strict
         if parts.dispatch.wants(uniform) and strict:
@@ -536,6 +528,12 @@ class Runner:
 
 def _nothing() -> None:
     return None
+
+
+def _why_itself(predicate: SizePredicate, rows: int) -> str | None:
+    """Return why the module itself must serve a row count, or None."""
+    broken = predicate.broken_by(rows)
+    return broken and f"run by the module itself, since the traced graph needs {broken}"
 
 
 def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: int) -> int:

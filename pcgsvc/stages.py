@@ -307,7 +307,7 @@ def learn_forward(
     largest = workspace.max_tokens
     with (
         phase("split", seconds, progress),
-        on_capture_stream(workspace),
+        workspace.on_stream(),
         preserved(state),
     ):
         learned = learn(
@@ -335,15 +335,3 @@ def phase(
     finally:
         seconds[name] += time.perf_counter() - started
         progress.stop()
-
-
-@contextmanager
-def on_capture_stream(workspace: Workspace) -> Iterator[None]:
-    """Run a block on the runner's stream, ordered with the current one."""
-    if workspace.stream is None:
-        yield
-        return
-    workspace.stream.wait_stream(torch.cuda.current_stream(workspace.device))
-    with torch.cuda.stream(workspace.stream):
-        yield
-    torch.cuda.current_stream(workspace.device).wait_stream(workspace.stream)

@@ -1,7 +1,8 @@
 """Verification: every captured entry against plain execution of the module.
 
-In: a runner and a source of inputs. Out: one row per (mode, size) in the report's form. Leaves
-model state and the caller's KV blocks as they were. Knows nothing of how entries were captured.
+In: the parts of a runner and a source of inputs. Out: one row per (mode, size) in the report's
+form. Leaves model state and the caller's KV blocks as they were. Knows nothing of how entries were
+captured.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import torch
 from pcgsvc.batch import CheckedBatch
 from pcgsvc.config import Compiler, Mode
 from pcgsvc.dispatch import BatchDescriptor
-from pcgsvc.errors import BatchError, VerifyError
+from pcgsvc.errors import BatchError
 from pcgsvc.expert_group import uses_group
 from pcgsvc.ops.context import ForwardContext, use_context
 from pcgsvc.ops.expert_choice import following, recorded_choices
 from pcgsvc.program import Direct
+from pcgsvc.results import tensors_in
 from pcgsvc.rounding import HALF, redrawn
-from pcgsvc.runner import Runner, RunnerParts
+from pcgsvc.runner import RunnerParts
 from pcgsvc.samples import Samples, fill_junk
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -36,34 +38,51 @@ NOISE_LIMIT = 0.25
 
 
 def verify(
-    runner: Runner,
+    parts: RunnerParts,
     samples: Samples,
     *,
     seed: int,
     on_entry: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Check every captured entry twice, in shuffled order, with junk in the padding rows.
+    """Check every captured entry against the module, and take out what cannot be served.
 
-    Against the module on the same padded inputs (exact when the pieces are eager), and against the
-    module on the true rows alone.
+    Each entry is replayed in shuffled order with junk in its padding rows, and compared twice: with
+    the module on the same padded inputs (exact when the pieces are eager), and with the module on
+    the true rows alone. Before that the program is tried at one row, since Dynamo takes a symbolic
+    size for at least 2 without recording it: where it differs there, `parts.predicate` says so and
+    the entries that it excludes go to `table.skipped`.
 
     Returns:
-        One row per entry, in the order of the report's schema.
+        One row per entry that is left, in the order of the report's schema.
     """
-    parts = runner.parts
-    keys = list(parts.table.entries)
-    order = keys[:]
-    random.Random(seed).shuffle(order)
-    rows = {}
-    with runner.lock, torch.no_grad():
-        for at, key in enumerate(order):
-            rows[key] = _verify_entry(runner, parts, samples, key, random.Random(seed), at % 2 == 0)
+    with torch.no_grad():
+        _check_one_row(parts, samples)
+        _drop_invalid(parts)
+        keys = list(parts.table.entries)
+        order = list(enumerate(keys))
+        random.Random(seed).shuffle(order)
+        rows = {}
+        for at, key in order:
+            rows[key] = _verify_entry(parts, samples, key, random.Random(seed), at % 2 == 0)
             on_entry()
     return [rows[key] for key in keys]
 
 
+def refusal(parts: RunnerParts, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return what is wrong with entries that were verified, or None."""
+    wrong = [row for row in rows if not row["ok"]]
+    if not wrong:
+        return None
+    each = "; ".join(
+        f"{r['mode']} size {r['size']}: {r['max_rel_err']:.3g} (tolerance {r['tolerance']:.3g}), "
+        f"true rows {r['max_rel_err_true']:.3g} (tolerance {r['tolerance_true']:.3g})"
+        + (f", padding rows in the state {s}" if (s := r.get("spoilt_state")) else "")
+        for r in wrong
+    )
+    return f"replay differs from plain execution: {each}.\n{_cause(wrong[0], parts)}"
+
+
 def _verify_entry(
-    runner: Runner,
     parts: RunnerParts,
     samples: Samples,
     key: tuple[Mode, BatchDescriptor],
@@ -84,18 +103,18 @@ def _verify_entry(
     alone = {s.name: s.cut(padded[s.name], true) for s in parts.workspace.inputs}
     state = {n: parts.workspace.tensors[n] for n in parts.mutated}
     with preserved(state), recorded_choices() as choices:
-        got = replay_padded(runner, key, padded, batch)
+        got = replay_padded(parts, key, padded, batch)
         after = {n: t.clone() for n, t in state.items()}
     near = _near_ties(got)
     with preserved(state), following(choices, near):
-        same = plain(runner, padded, batch, size, key)
+        same = plain(parts, padded, batch, size, key)
         state_error = error_of(list(after.values()), list(state.values()))
 
     states: list[dict[str, torch.Tensor]] = []
 
     def run_alone() -> list[torch.Tensor]:
         with preserved(state), following(choices, near):
-            results = plain(runner, {k: v.contiguous() for k, v in alone.items()}, batch, true)
+            results = plain(parts, {k: v.contiguous() for k, v in alone.items()}, batch, true)
             states.append({n: t.clone() for n, t in state.items()})
             return results
 
@@ -181,15 +200,14 @@ def _true_rows(parts: RunnerParts, descriptor: BatchDescriptor, rng: random.Rand
 
 
 def replay_padded(
-    runner: Runner,
+    parts: RunnerParts,
     key: tuple[Mode, BatchDescriptor],
     padded: Mapping[str, torch.Tensor],
     batch: CheckedBatch,
 ) -> list[torch.Tensor]:
     """Replay an entry on inputs whose padding rows the caller chose; return copies, all rows."""
-    parts = runner.parts
     size = key[1].num_tokens
-    with runner.on_stream():
+    with parts.workspace.on_stream():
         parts.workspace.load(padded, size, size)
         with use_context(_context(parts, batch, size, key)):
             for step in parts.table.entries[key].steps:
@@ -198,7 +216,7 @@ def replay_padded(
 
 
 def plain(
-    runner: Runner,
+    parts: RunnerParts,
     inputs: Mapping[str, torch.Tensor],
     batch: CheckedBatch,
     rows: int,
@@ -209,9 +227,18 @@ def plain(
     `key`: the entry whose context the boundaries see, since they may choose their kernels by it;
     None: that of any batch.
     """
-    parts = runner.parts
-    with runner.on_stream(), use_context(_context(parts, batch, rows, key)):
-        return [t.clone() for t in runner.run_module(inputs)]
+    with parts.workspace.on_stream(), use_context(_context(parts, batch, rows, key)):
+        return [t.clone() for t in module_results(parts, inputs)]
+
+
+def module_results(parts: RunnerParts, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Call the module under the current context; results in the order of the graph's."""
+    leaves = tensors_in(parts.module(**inputs, **parts.arguments.constants))
+    flat: dict[int, torch.Tensor] = {}
+    for (kind, index), leaf in zip(parts.outputs.leaves, leaves, strict=True):
+        if kind == "graph":
+            flat[index] = leaf
+    return [flat[i] for i in range(len(flat))]
 
 
 def _context(
@@ -254,49 +281,36 @@ def error_of(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> flo
     return worst
 
 
-def self_check(
-    runner: Runner, samples: Samples, on_entry: Callable[[], None] = lambda: None
-) -> None:
-    """Replay every entry once against the module on the same inputs, and size 1 uncaptured.
+def _drop_invalid(parts: RunnerParts) -> None:
+    """Take out the entries whose size the predicate excludes."""
+    table = parts.table
+    for mode, descriptor in list(table.entries):
+        broken = parts.predicate.broken_by(descriptor.num_tokens)
+        if broken is not None:
+            del table.entries[mode, descriptor]
+            owned = table.owned.pop((mode, descriptor), [])
+            table.pool_bytes -= sum(t.untyped_storage().nbytes() for t in owned)
+            reason = f"{mode.value}: the graph is not valid for it: {broken}"
+            table.skipped[descriptor.num_tokens] = reason
 
-    Dynamo takes a symbolic size for at least 2 without recording it, so one row is tried as well.
 
-    Raises:
-        VerifyError: naming the mode, the size and the difference.
-    """
-    parts = runner.parts
-    with runner.lock, torch.no_grad():
-        _check_one_row(runner, parts, samples)
-        for at, key in enumerate(list(parts.table.entries)):
-            on_entry()
-            size = key[1].num_tokens
-            if broken := parts.predicate.broken_by(size):
-                del parts.table.entries[key]
-                parts.table.owned.pop(key, None)
-                parts.table.skipped[size] = (
-                    f"{key[0].value}: the graph is not valid for it: {broken}"
-                )
-                continue
-            row = _verify_entry(runner, parts, samples, key, random.Random(0), at % 2 == 0)
-            if row["spoilt_state"] and row["num_tokens"] < row["size"]:
-                raise VerifyError(
-                    f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows: padding "
-                    f"rows reach the model's state {row['spoilt_state']}. Mask what goes into it "
-                    "with pcgsvc.true_rows, or write it in a splitting op, which knows the true "
-                    "row count."
-                )
-            if (
-                row["max_rel_err_true"] > row["tolerance_true"]
-                and row["max_rel_err"] <= row["tolerance"]
-            ):
-                raise VerifyError(_mixes(row, parts, full=key[0] is Mode.FULL))
-            if row["max_rel_err"] > row["tolerance"]:
-                raise VerifyError(
-                    f"{row['mode']} size {row['size']}: the replay differs from the module on the "
-                    f"same inputs by {row['max_rel_err']:.3g} (tolerance {row['tolerance']:.3g}). "
-                    "An op reads host state or memory that the graph does not rewrite; mark it "
-                    "as a splitting op, or set capture.self_check=false to look into it."
-                )
+def _cause(row: Mapping[str, Any], parts: RunnerParts) -> str:
+    """Say what makes an entry wrong, and what to do."""
+    where = f"{row['mode']} size {row['size']}"
+    if row["spoilt_state"] and row["num_tokens"] < row["size"]:
+        return (
+            f"{where} with {row['num_tokens']} true rows: padding rows reach the model's state "
+            f"{row['spoilt_state']}. Mask what goes into it with pcgsvc.true_rows, or write it in "
+            "a splitting op, which knows the true row count."
+        )
+    if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
+        return _mixes(row, parts, full=row["mode"] == Mode.FULL.value)
+    return (
+        f"{where}: the replay differs from the module on the same inputs by "
+        f"{row['max_rel_err']:.3g} (tolerance {row['tolerance']:.3g}). An op reads host state or "
+        "memory that the graph does not rewrite; mark it as a splitting op, or set "
+        "capture.self_check=false to look into it."
+    )
 
 
 def _mixes(row: Mapping[str, Any], parts: RunnerParts, *, full: bool) -> str:
@@ -318,7 +332,7 @@ def _mixes(row: Mapping[str, Any], parts: RunnerParts, *, full: bool) -> str:
     return text
 
 
-def _check_one_row(runner: Runner, parts: RunnerParts, samples: Samples) -> None:
+def _check_one_row(parts: RunnerParts, samples: Samples) -> None:
     """Compare the program with the module for a single row; the predicate does not cover it."""
     if parts.predicate.broken_by(1) is not None:
         return
@@ -326,13 +340,18 @@ def _check_one_row(runner: Runner, parts: RunnerParts, samples: Samples) -> None
     batch = samples.batch(1, uniform=False)
     state = {n: parts.workspace.tensors[n] for n in parts.mutated}
     context = parts.workspace.context(batch, 1)
-    with preserved(state), runner.on_stream(), use_context(context), recorded_choices() as choices:
+    with (
+        preserved(state),
+        parts.workspace.on_stream(),
+        use_context(context),
+        recorded_choices() as choices,
+    ):
         got = parts.program.run(parts.workspace.values(inputs, 1), Direct())
         got = [t.clone() for t in got]
 
     def run_plain() -> list[torch.Tensor]:
         with preserved(state), following(choices, _near_ties(got)):
-            return plain(runner, inputs, batch, 1)
+            return plain(parts, inputs, batch, 1)
 
     wanted = run_plain()
     error = error_of(got, wanted)

@@ -6,8 +6,9 @@ Knows nothing of graphs. Not safe across threads; the runner's lock guards it.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +119,17 @@ class Workspace:
             step = self.step_buffers(max(rows, step.max_tokens), max(reqs, step.max_reqs))
         step.fill(batch, rows)
         return self._planned(step.context(batch, rows, self.attention))
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run a block on the runner's stream, ordered with the current one."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def static_tensors(self) -> dict[str, torch.Tensor]:
         """Return the memory that graphs were captured on, weights aside, by a name for messages."""

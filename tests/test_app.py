@@ -17,7 +17,7 @@ import pytest
 import torch
 from cli_helpers import TINY, Cli, command_line
 
-from pcgsvc import jobs
+from pcgsvc import jobs, pipeline
 from pcgsvc.errors import VerifyError
 from pcgsvc.verify import verify
 
@@ -261,7 +261,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
         rows[0] |= {"ok": False, "max_rel_err": 0.5}
         return rows
 
-    monkeypatch.setattr(jobs, "verify", wrong)
+    monkeypatch.setattr(pipeline, "verify", wrong)
 
 
 def test_a_wrong_replay_is_exit_1_and_the_report_is_written(

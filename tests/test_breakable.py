@@ -60,7 +60,7 @@ def test_a_model_that_cannot_be_traced_whole_runs_and_is_verified() -> None:
         assert all(e.num_graphs == 2 for e in runner.parts.table.entries.values())
         parts = runner.parts
         checked = verify(
-            runner, Samples(parts.workspace, parts.make_inputs, seed=1, query_len=1), seed=2
+            runner.parts, Samples(parts.workspace, parts.make_inputs, seed=1, query_len=1), seed=2
         )
         assert [row["ok"] for row in checked] == [True, True]
         for scale in (0.01, 10.0, 0.01):

@@ -314,7 +314,7 @@ def test_verification_compares_arithmetic_where_routers_tie(
 
         def errors() -> list[float]:
             samples = Samples(parts.workspace, parts.make_inputs, seed=1, query_len=1)
-            return [row["max_rel_err"] for row in verify(runner, samples, seed=0)]
+            return [row["max_rel_err"] for row in verify(runner.parts, samples, seed=0)]
 
         assert max(errors()) == 0
         monkeypatch.setattr("pcgsvc.verify.following", lambda *_: contextlib.nullcontext())

@@ -58,10 +58,10 @@ def test_a_build_announces_its_phases_and_counts_their_units() -> None:
     heard = Heard()
     with build_from_config(compose(SMALL), heard):
         assert heard.over
-    assert list(heard.phases) == [*PHASES[:7], "check"]
+    assert list(heard.phases) == [*PHASES[:8]]
     assert heard.phases["compile"] == [3, 3]  # unique regions
     assert heard.phases["capture"] == [4, 4]  # two sizes in two modes
-    assert heard.phases["check"] == [4, 4]
+    assert heard.phases["verify"] == [4, 4]
 
 
 @pytest.mark.parametrize("strategy", ["fx", "breakable"])

@@ -25,7 +25,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from pcgsvc import jobs, preflight
+from pcgsvc import pipeline, preflight
 from pcgsvc.config import Config
 from pcgsvc.devices import device_of
 from pcgsvc.report import comparison
@@ -220,7 +220,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
         rows[0] |= {"ok": False, "max_rel_err": 0.5}
         return rows
 
-    monkeypatch.setattr(jobs, "verify", wrong)
+    monkeypatch.setattr(pipeline, "verify", wrong)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ BASE = ["model=llama", "compiler=inductor", "capture.sizes=[1,4,16]", "capture.m
 def check(runner: pcgsvc.Runner) -> None:
     parts = runner.parts
     samples = Samples(parts.workspace, parts.make_inputs, seed=3, query_len=1)
-    rows = verify(runner, samples, seed=5)
+    rows = verify(runner.parts, samples, seed=5)
     assert rows
     assert all(row["ok"] for row in rows), [r for r in rows if not r["ok"]]
 

@@ -35,7 +35,7 @@ def check(runner: pcgsvc.Runner, names: tuple[str, ...]) -> None:
         assert entry.boundaries == names
         assert entry.num_graphs == (len(names) + 1 if mode.value == "piecewise" else 1)
     samples = Samples(parts.workspace, parts.make_inputs, seed=3, query_len=1)
-    rows = verify(runner, samples, seed=5)
+    rows = verify(runner.parts, samples, seed=5)
     assert rows
     assert all(row["ok"] for row in rows), [r for r in rows if not r["ok"]]
 

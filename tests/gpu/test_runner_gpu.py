@@ -100,7 +100,7 @@ def test_every_entry_equals_plain_execution(compiler: str, mode: str, dtype: str
     with pcgsvc.load_runner(["model=llama", *overrides]) as runner:
         parts = runner.parts
         samples = Samples(parts.workspace, parts.make_inputs, seed=3, query_len=1)
-        rows = verify(runner, samples, seed=5)
+        rows = verify(runner.parts, samples, seed=5)
         expected = {"none": 0, "full_and_piecewise": 8}.get(mode, 4)
         assert len(rows) == expected
         assert all(row["ok"] for row in rows), [r for r in rows if not r["ok"]]

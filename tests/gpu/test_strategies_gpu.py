@@ -32,7 +32,7 @@ def test_every_strategy_gives_one_segment_more_than_layers(
             assert entry.boundaries == ("pcgsvc::attention",) * 4
             assert entry.num_graphs == (5 if entry_mode.value == "piecewise" else 1)
         samples = Samples(parts.workspace, parts.make_inputs, seed=3, query_len=1)
-        rows = verify(runner, samples, seed=5)
+        rows = verify(runner.parts, samples, seed=5)
         assert rows
         assert all(row["ok"] for row in rows), [r for r in rows if not r["ok"]]
 

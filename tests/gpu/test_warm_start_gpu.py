@@ -28,7 +28,7 @@ sys.addaudithook(hook)
 with pcgsvc.load_runner(json.loads(sys.argv[1])) as runner:
     loaded = [m for m in ("torch._dynamo", "torch._inductor") if m in sys.modules]
     parts = runner.parts
-    rows = verify(runner, Samples(parts.workspace, parts.make_inputs, seed=3, query_len=1), seed=5)
+    rows = verify(parts, Samples(parts.workspace, parts.make_inputs, seed=3, query_len=1), seed=5)
     compile_ = runner.report["compile"]
     print(json.dumps({
         "start": compile_["start"], "traces": compile_["num_traces"],
