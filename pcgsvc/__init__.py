@@ -13,10 +13,10 @@ from pcgsvc.version import __version__
 
 if TYPE_CHECKING:
     from pcgsvc.api import load_config, load_runner
-    from pcgsvc.batch import Batch
+    from pcgsvc.capture.plan import BatchDescriptor
     from pcgsvc.config import Config
-    from pcgsvc.dispatch import BatchDescriptor, Dispatch
     from pcgsvc.errors import PcgError
+    from pcgsvc.forward.batch import Batch
     from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
     from pcgsvc.ops.backends import register_attention_backend
     from pcgsvc.ops.breaks import eager_break
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
     from pcgsvc.ops.support import Support
     from pcgsvc.ops.true_rows import true_rows
     from pcgsvc.pipeline import build_runner
-    from pcgsvc.runner import Runner
+    from pcgsvc.serve.dispatch import Dispatch
+    from pcgsvc.serve.runner import Runner
 
 _HOMES = {
     "AttentionBackend": "pcgsvc.ops.attention",
     "AttentionSpec": "pcgsvc.ops.attention",
-    "Batch": "pcgsvc.batch",
-    "BatchDescriptor": "pcgsvc.dispatch",
+    "Batch": "pcgsvc.forward.batch",
+    "BatchDescriptor": "pcgsvc.serve.dispatch",
     "Config": "pcgsvc.config",
-    "Dispatch": "pcgsvc.dispatch",
+    "Dispatch": "pcgsvc.serve.dispatch",
     "ForwardContext": "pcgsvc.ops.context",
     "PcgError": "pcgsvc.errors",
-    "Runner": "pcgsvc.runner",
+    "Runner": "pcgsvc.serve.runner",
     "Support": "pcgsvc.ops.support",
     "build_runner": "pcgsvc.pipeline",
     "current_context": "pcgsvc.ops.context",

@@ -1,6 +1,6 @@
 """`python -m pcgsvc`."""
 
-from pcgsvc.app import entry
+from pcgsvc.jobs.app import entry
 
 if __name__ == "__main__":
     entry()

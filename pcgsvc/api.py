@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pcgsvc.compose import compose, from_tree
 from pcgsvc.config import Config, copy
+from pcgsvc.config.compose import compose, from_tree
 from pcgsvc.errors import ConfigError
 from pcgsvc.pipeline import build_from_config
-from pcgsvc.runner import Runner
+from pcgsvc.serve.runner import Runner
 
 
 def load_config(

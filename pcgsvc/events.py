@@ -23,7 +23,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 EVENTS = (
     "phase_start",
@@ -71,3 +73,44 @@ def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[lis
             seconds=seconds,
             ok=ok,
         )
+
+
+@contextlib.contextmanager
+def phase(
+    name: str, seconds: dict[str, float], progress: Progress, total: int = 1
+) -> Iterator[None]:
+    """Time a phase, report it, and log one line."""
+    progress.start(name, total)
+    started = time.perf_counter()
+    try:
+        with phase_events(logger, name, total):
+            yield
+    finally:
+        seconds[name] += time.perf_counter() - started
+        progress.stop()
+
+
+class Progress(Protocol):
+    """Hears of long phases."""
+
+    def start(self, phase: str, total: int) -> None:
+        """A phase of `total` units begins."""
+
+    def advance(self) -> None:
+        """One unit is done."""
+
+    def stop(self) -> None:
+        """The phase is over."""
+
+
+class Silent:
+    """Progress that nobody watches."""
+
+    def start(self, phase: str, total: int) -> None:
+        """See `Progress.start`."""
+
+    def advance(self) -> None:
+        """See `Progress.advance`."""
+
+    def stop(self) -> None:
+        """See `Progress.stop`."""

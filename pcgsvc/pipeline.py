@@ -16,47 +16,35 @@ from typing import Any
 
 import torch
 
-from pcgsvc.arguments import DynamicDims, MakeInputs
-from pcgsvc.artifacts import Artifacts, Tally
-from pcgsvc.canonical import tensors_of
+from pcgsvc.cache.programs import Artifacts, Tally
+from pcgsvc.cache.store import Store
+from pcgsvc.capture.capture import CaptureOptions, GraphTable, capture_entries
+from pcgsvc.capture.cuda import CudaEngine
+from pcgsvc.capture.plan import BatchDescriptor, no_uniform_size, resolve_boundaries, wanted_entries
+from pcgsvc.capture.recorded import RecordedEngine
+from pcgsvc.check.verify import refusal, verify
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheMode, Config, Graphs, Mode
-from pcgsvc.dispatch import (
-    BatchDescriptor,
-    DispatchTable,
-    Resolution,
-    no_uniform_size,
-    resolve_mode,
-    wanted_entries,
-)
+from pcgsvc.config import CacheMode, Config, Graphs
 from pcgsvc.errors import ConfigError, VerifyError
-from pcgsvc.events import log_event, phase_events
-from pcgsvc.graphs.capture import CaptureOptions, GraphTable, capture_entries
-from pcgsvc.graphs.cuda import CudaEngine
-from pcgsvc.graphs.recorded import RecordedEngine
-from pcgsvc.image import ProgramImage
+from pcgsvc.events import Progress, Silent, log_event, phase, phase_events
+from pcgsvc.forward.arguments import DynamicDims, MakeInputs
+from pcgsvc.forward.objects import tensors_of
+from pcgsvc.forward.process import BUILD_LOCK
+from pcgsvc.forward.request import Request, attention_of, make_samples, make_workspace, request_for
+from pcgsvc.forward.samples import Samples
+from pcgsvc.forward.workspace import Workspace, preserved, usable_sizes
+from pcgsvc.models.request import request_of
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
-from pcgsvc.ops.registry import find_spec
+from pcgsvc.ops.modes import Resolution
 from pcgsvc.ops.support import Support
-from pcgsvc.partition.pieces import Kind
-from pcgsvc.process import BUILD_LOCK
-from pcgsvc.program import Program
-from pcgsvc.progress import Progress, Silent
+from pcgsvc.program.image import ProgramImage
+from pcgsvc.program.outputs import OutputPlan
+from pcgsvc.program.pieces import Kind
+from pcgsvc.program.program import Program
 from pcgsvc.report.report import build_report
-from pcgsvc.request import (
-    Request,
-    attention_of,
-    make_samples,
-    make_workspace,
-    request_for,
-    request_of,
-)
-from pcgsvc.runner import OutputPlan, Runner, RunnerParts
-from pcgsvc.samples import Samples
-from pcgsvc.stages import Stages, phase
-from pcgsvc.store import Store
-from pcgsvc.verify import preserved, refusal, verify
-from pcgsvc.workspace import Workspace, usable_sizes
+from pcgsvc.serve.dispatch import DispatchTable
+from pcgsvc.serve.runner import Runner, RunnerParts
+from pcgsvc.stages import Stages
 
 logger = logging.getLogger(__name__)
 
@@ -307,46 +295,6 @@ def _open_store(config: Config) -> Store:
     if config.cache.mode is CacheMode.OFF:
         return Store(None)
     return Store.open(config.cache.dir, mode=config.cache.mode, max_bytes=config.cache.max_bytes)
-
-
-def resolve_boundaries(
-    config: Config, image: ProgramImage, attention: type[AttentionBackend] | None
-) -> tuple[Resolution, Support]:
-    """Turn the requested mode into one that the ops of the graph allow."""
-    levels = [(support_of(name, config, attention), name) for name in image.matched]
-    support, why = min(levels, default=(Support.ALWAYS, ""))
-    op = find_spec(why)
-    if op is not None and op.support is None:
-        why = f"attention={config.attention.name}"
-    uncut = [
-        name
-        for name in sorted(set(image.ops) - set(image.matched))
-        if find_spec(name) is not None and support_of(name, config, attention) is not Support.ALWAYS
-    ]
-    if uncut and config.mode is not Mode.NONE:
-        reason = (
-            f"{config.mode.value} was asked for, but {uncut} would lie inside the graphs, since "
-            "partition.splitting_ops leaves them out, and they cannot be captured: nothing is"
-        )
-        return Resolution(requested=config.mode, resolved=Mode.NONE, reasons=[reason]), support
-    resolution = resolve_mode(
-        config.mode,
-        support,
-        num_boundaries=image.count(Kind.BOUNDARY),
-        uniform_query_len=config.capture.uniform_query_len,
-        why=why,
-    )
-    return resolution, support
-
-
-def support_of(name: str, config: Config, attention: type[AttentionBackend] | None) -> Support:
-    """Return how far an op may go into a graph; ops that nobody registered never do."""
-    op = find_spec(name)
-    if op is None:
-        return Support.NEVER
-    if op.support is not None:
-        return op.support
-    return attention.cudagraph_support if attention is not None else Support.NEVER
 
 
 def _capture(

@@ -7,9 +7,7 @@ and compiles; knows nothing of capture.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,15 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.artifacts import Artifacts, NoProgramError, file_digest, require_warm
-from pcgsvc.canonical import refuse_outputs, tensors_of
+from pcgsvc.cache.programs import Artifacts, NoProgramError, file_digest, require_warm
+from pcgsvc.cache.store import Store
 from pcgsvc.config import CacheMode, Compiler, Strategy
 from pcgsvc.errors import CacheError
-from pcgsvc.events import log_event, phase_events
-from pcgsvc.facts import program_facts
-from pcgsvc.held import tensors_held
-from pcgsvc.image import ProgramImage, image_of
-from pcgsvc.keys import key_of
+from pcgsvc.events import Progress, log_event, phase
+from pcgsvc.forward.objects import tensors_held, tensors_of
+from pcgsvc.forward.request import Request, make_samples, make_workspace
+from pcgsvc.forward.specs import Binding
+from pcgsvc.forward.workspace import Workspace, preserved, usable_sizes
 from pcgsvc.partition.breakable import (
     PIECE,
     Learned,
@@ -36,18 +34,17 @@ from pcgsvc.partition.breakable import (
 )
 from pcgsvc.partition.fx import check_aliases, partition_fx
 from pcgsvc.partition.inductor import partition_inductor
-from pcgsvc.partition.pieces import Partition, Piece
 from pcgsvc.partition.submodules import chosen, compile_submodules
-from pcgsvc.program import Boundaries, CompiledPiece
-from pcgsvc.progress import Progress
-from pcgsvc.reads import NotCanonicalError, files_of, reads_of
-from pcgsvc.request import Request, make_samples, make_workspace
-from pcgsvc.rows import Document, python_of
-from pcgsvc.store import Store
-from pcgsvc.trace import trace
-from pcgsvc.traced import Binding, TracedGraph
-from pcgsvc.verify import preserved
-from pcgsvc.workspace import Workspace, usable_sizes
+from pcgsvc.program.facts import program_facts
+from pcgsvc.program.guards import NotCanonicalError, files_of, reads_of
+from pcgsvc.program.image import ProgramImage, image_of
+from pcgsvc.program.keys import key_of
+from pcgsvc.program.pieces import Partition, Piece
+from pcgsvc.program.program import Boundaries, CompiledPiece
+from pcgsvc.trace.canonical import refuse_outputs
+from pcgsvc.trace.dynamo import trace
+from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.rows import Document, python_of
 
 logger = logging.getLogger(__name__)
 
@@ -320,18 +317,3 @@ def learn_forward(
             min(usable_sizes(request.config)[0]),
         )
     return learned, workspace, boundaries
-
-
-@contextmanager
-def phase(
-    name: str, seconds: dict[str, float], progress: Progress, total: int = 1
-) -> Iterator[None]:
-    """Time a phase, report it, and log one line."""
-    progress.start(name, total)
-    started = time.perf_counter()
-    try:
-        with phase_events(logger, name, total):
-            yield
-    finally:
-        seconds[name] += time.perf_counter() - started
-        progress.stop()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hydra.core.singleton import Singleton
 
-from pcgsvc.app import main
+from pcgsvc.jobs.app import main
 
 TINY = ["model.num_layers=1", "compiler=eager", "capture.sizes=[1,2]", "bench.enabled=false"]
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import pcgsvc
-from pcgsvc.arguments import input_specs, read_arguments
 from pcgsvc.config import (
     AttentionConfig,
     BenchConfig,
@@ -26,10 +25,11 @@ from pcgsvc.config import (
     Outputs,
     PartitionConfig,
 )
+from pcgsvc.forward.arguments import input_specs, read_arguments
 from pcgsvc.partition.fx import partition_fx
-from pcgsvc.partition.pieces import Kind, Partition
-from pcgsvc.trace import trace
-from pcgsvc.traced import TracedGraph
+from pcgsvc.program.pieces import Kind, Partition
+from pcgsvc.trace.dynamo import trace
+from pcgsvc.trace.graph import TracedGraph
 
 WIDTH = 4
 """Features per row of the toy models."""

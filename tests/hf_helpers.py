@@ -14,11 +14,11 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutput
 
 import pcgsvc
-from pcgsvc.batch import Batch
-from pcgsvc.models.base import ModelBundle
+from pcgsvc.forward.batch import Batch
+from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.hf import source
-from pcgsvc.runner import Runner
+from pcgsvc.serve.runner import Runner
 
 CPU = torch.device("cpu")
 CONFIGS = Path(source.__file__).with_name("configs")

@@ -15,9 +15,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from pcgsvc.cache_root import open_data_folder
+from pcgsvc.cache.root import open_data_folder
+from pcgsvc.cache.store import Store
 from pcgsvc.config import CacheMode
-from pcgsvc.store import Store
 
 
 def key(text: str) -> str:

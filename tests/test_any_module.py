@@ -16,9 +16,9 @@ from torch import nn
 
 import pcgsvc
 from pcgsvc.errors import BatchError, ConfigError, VerifyError
+from pcgsvc.forward.results import flatten
 from pcgsvc.ops.attention import AttentionSpec
 from pcgsvc.ops.context import use_context
-from pcgsvc.results import flatten
 
 
 def plain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -415,7 +415,7 @@ def test_a_stored_class_that_is_not_imported_or_has_other_fields_is_a_miss(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pcgsvc.errors import CompileError
-    from pcgsvc.results import from_text
+    from pcgsvc.forward.results import from_text
 
     _, tree = flatten(Pair(rows(2), Plain(rows(2))))
     text = tree.to_text()

@@ -17,9 +17,10 @@ import pytest
 import torch
 from cli_helpers import TINY, Cli, command_line
 
-from pcgsvc import jobs, pipeline
+from pcgsvc import pipeline
+from pcgsvc.check.verify import verify
 from pcgsvc.errors import VerifyError
-from pcgsvc.verify import verify
+from pcgsvc.jobs import run as jobs
 
 
 @pytest.fixture

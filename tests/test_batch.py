@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import pcgsvc
-from pcgsvc.batch import Batch, CacheGeometry, StepBuffers, check_batch
 from pcgsvc.errors import BatchError
+from pcgsvc.forward.batch import Batch, CacheGeometry, StepBuffers, check_batch
 
 CACHE = CacheGeometry(block_size=4, num_blocks=12, scratch_blocks=5, max_model_len=20)
 CPU = torch.device("cpu")

@@ -10,6 +10,7 @@ import torch
 from core_helpers import WIDTH, make_config, rows, toy
 
 import pcgsvc
+from pcgsvc.check.verify import verify
 from pcgsvc.config import Strategy
 from pcgsvc.errors import (
     CaptureError,
@@ -19,9 +20,8 @@ from pcgsvc.errors import (
     TraceError,
     VerifyError,
 )
+from pcgsvc.forward.samples import Samples
 from pcgsvc.partition.submodules import Calls, chosen, compile_submodules, in_place, watched
-from pcgsvc.samples import Samples
-from pcgsvc.verify import verify
 
 
 def build(module: Callable[..., Any], mode: str = "piecewise", **settings: Any) -> pcgsvc.Runner:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from store_helpers import PIECES, PROGRAMS, all_files, fill, key, misses, open_store, value_file
 
-from pcgsvc.bundle import MANIFEST, export_bundle, import_bundle
+from pcgsvc.cache.bundle import MANIFEST, export_bundle, import_bundle
+from pcgsvc.cache.envelope import Entry, Kind, encode
+from pcgsvc.cache.store import Store
 from pcgsvc.config import CacheMode
-from pcgsvc.disk.envelope import Entry, Kind, encode
 from pcgsvc.errors import CacheError
-from pcgsvc.store import Store
 
 Members = list[tuple[tarfile.TarInfo, bytes]]
 
@@ -150,7 +150,7 @@ def test_an_export_that_fails_leaves_the_old_file_and_no_other(
 
     before = bundle.read_bytes()
     with open_store(pristine / "root") as store:
-        monkeypatch.setattr("pcgsvc.bundle.os.fsync", fail)
+        monkeypatch.setattr("pcgsvc.cache.bundle.os.fsync", fail)
         with pytest.raises(CacheError, match="no space"):
             export_bundle(store, bundle)
     assert bundle.read_bytes() == before

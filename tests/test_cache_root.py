@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from store_helpers import as_user, shared_folder
 
-from pcgsvc import cache_root
-from pcgsvc.cache_root import check_safe, find_root, network_file_system, open_data_folder
+from pcgsvc.cache import root as cache_root
+from pcgsvc.cache.root import check_safe, find_root, network_file_system, open_data_folder
+from pcgsvc.cache.store import Store
 from pcgsvc.config import CacheMode
 from pcgsvc.errors import CacheError
-from pcgsvc.store import Store
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
 

@@ -15,8 +15,8 @@ from model_helpers import make_backend, make_context
 
 from pcgsvc.config import Config, ModelConfig
 from pcgsvc.errors import ConfigError
+from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models import checkpoint as checkpoint_module
-from pcgsvc.models.base import ModelBundle
 from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.checkpoint import open_checkpoint
 from pcgsvc.models.safetensors_llama import llama3_factors

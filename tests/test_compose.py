@@ -22,10 +22,10 @@ from hydra.version import VersionBase
 from omegaconf import OmegaConf
 
 import pcgsvc
-from pcgsvc.compose import SCHEMA, compose, compose_command
 from pcgsvc.config import CacheMode, Compiler, Config, Mode
+from pcgsvc.config.compose import SCHEMA, compose, compose_command
+from pcgsvc.config.settings import walk
 from pcgsvc.errors import ConfigError
-from pcgsvc.settings import walk
 
 CONF = Path(__file__).parents[1] / "conf"
 OPTIONS = sorted(str(p.relative_to(CONF)) for p in CONF.glob("*/*.yaml"))

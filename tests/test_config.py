@@ -23,9 +23,9 @@ from pcgsvc.config import (
     to_dict,
     validate,
 )
+from pcgsvc.config.settings import Setting, help_text, walk
 from pcgsvc.errors import ConfigError
-from pcgsvc.preflight import check
-from pcgsvc.settings import Setting, help_text, walk
+from pcgsvc.jobs.preflight import check
 
 SETTINGS = list(walk())
 BY_PATH = {s.path: s for s in SETTINGS}

@@ -10,16 +10,11 @@ import pytest
 import torch
 from core_helpers import build, rows, toy
 
+from pcgsvc.capture.plan import general_descriptor, uniform_descriptor, wanted_entries
 from pcgsvc.config import Mode, schedule
-from pcgsvc.dispatch import (
-    DispatchTable,
-    Resolution,
-    general_descriptor,
-    resolve_mode,
-    uniform_descriptor,
-    wanted_entries,
-)
+from pcgsvc.ops.modes import Resolution, resolve_mode
 from pcgsvc.ops.support import Support
+from pcgsvc.serve.dispatch import DispatchTable
 
 N, P, F = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 DECODE, BOTH = Mode.FULL_DECODE_ONLY, Mode.FULL_AND_PIECEWISE

@@ -20,16 +20,16 @@ from torch.nn import functional
 
 import pcgsvc
 from pcgsvc import torch_private
-from pcgsvc.app import main
 from pcgsvc.config import AttentionConfig, Config, Mode, ModelConfig
-from pcgsvc.embed import embed_ids, pool
 from pcgsvc.errors import BatchError, ConfigError, UncoveredError
+from pcgsvc.jobs.app import main
 from pcgsvc.models import minilm, smollm2
 from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.encoder import Encoder, EncoderDims, preset_dims
 from pcgsvc.models.encoder_checkpoint import open_encoder, parts_of
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.encoder_attention import encoder_attention
+from pcgsvc.serve.embed import embed_ids, pool
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "fetch-minilm"
@@ -202,7 +202,7 @@ def test_inductor_regions_verify(
 
 def run_job(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the job of a command line, without Hydra's folders; return its report."""
-    from pcgsvc.jobs import run_job as run
+    from pcgsvc.jobs.run import run_job as run
 
     patch.chdir(folder)
     return run(pcgsvc.load_config(words), folder / "report.json")
@@ -593,7 +593,7 @@ def test_minilm_sentences_equal_the_reference_in_piecewise_mode(real_folder: Pat
 def test_a_listing_of_settings_names_the_preset_and_the_fetched_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pcgsvc.origins import _outside
+    from pcgsvc.jobs.origins import _outside
 
     monkeypatch.setenv("PCGSVC_MODELS_DIR", str(tmp_path))
     (tmp_path / minilm.FOLDER_NAME).mkdir()

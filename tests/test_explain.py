@@ -11,13 +11,13 @@ import pytest
 from hydra.core.singleton import Singleton
 from test_app import Cli, cli  # noqa: F401 - a fixture
 
-from pcgsvc.compose import compose
 from pcgsvc.config import Compiler, Job, OnUncovered, Outputs, resolve, validate
+from pcgsvc.config.compose import compose
+from pcgsvc.config.settings import key_reason, unit_of, walk
 from pcgsvc.errors import ConfigError
-from pcgsvc.jobs import run_job
-from pcgsvc.origins import compose_with_origins
-from pcgsvc.preflight import check
-from pcgsvc.settings import key_reason, unit_of, walk
+from pcgsvc.jobs.origins import compose_with_origins
+from pcgsvc.jobs.preflight import check
+from pcgsvc.jobs.run import run_job
 
 CONF = Path(__file__).parents[1] / "conf"
 PRESETS = sorted(p.stem for p in (CONF / "preset").glob("*.yaml"))

@@ -24,8 +24,8 @@ from torch import nn
 import pcgsvc
 from pcgsvc.errors import CompileError, ConfigError, SplitError, TraceError
 from pcgsvc.partition.fx import canonical_op_name, partition_fx
-from pcgsvc.partition.pieces import Kind, Partition, graph_module
-from pcgsvc.program import program_of
+from pcgsvc.program.pieces import Kind, Partition, graph_module
+from pcgsvc.program.program import program_of
 
 LIBRARY = torch.library.Library("fxtest", "FRAGMENT")
 LIBRARY.define("unsafe(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
@@ -413,10 +413,10 @@ def test_autocast_within_one_region_is_kept() -> None:
 
 
 def llama_partition(num_layers: int, **model: Any) -> Partition:
-    from pcgsvc.arguments import input_specs
     from pcgsvc.config import Config, ModelConfig
+    from pcgsvc.forward.arguments import input_specs
     from pcgsvc.models.catalog import build_model
-    from pcgsvc.trace import trace
+    from pcgsvc.trace.dynamo import trace
 
     config = Config(model=ModelConfig(num_layers=num_layers, **model))
     bundle = build_model(config, device=torch.device("cpu"), dtype=torch.float32)
@@ -478,7 +478,7 @@ def test_pieces_that_differ_in_a_layer_number_alone_are_said_so(
 
 
 def test_each_unique_piece_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pcgsvc import artifacts
+    from pcgsvc.cache import programs as artifacts
 
     made: list[int] = []
 

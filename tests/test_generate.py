@@ -13,8 +13,8 @@ from model_helpers import make_backend, make_context
 
 import pcgsvc
 from pcgsvc.errors import BatchError, ConfigError
-from pcgsvc.generate import generate_ids
 from pcgsvc.ops.context import use_context
+from pcgsvc.serve.generate import generate_ids
 
 PROMPTS = [[5, 17, 200, 3], [9], [100, 101, 102, 103, 104, 105, 106, 107, 108, 11, 12], [42, 43]]
 NEW = 6

@@ -36,7 +36,7 @@ from pcgsvc.config import (
     ModelConfig,
     Strategy,
 )
-from pcgsvc.jobs import run_job
+from pcgsvc.jobs.run import run_job
 from pcgsvc.models.hf import reference
 from pcgsvc.ops.paged import PagedAttention
 

@@ -24,16 +24,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import pcgsvc
-from pcgsvc.arguments import input_specs
 from pcgsvc.config import CacheConfig, CacheMode, Config, ModelConfig, resolve
 from pcgsvc.errors import ConfigError
-from pcgsvc.facts import program_facts
-from pcgsvc.generate import generate_ids
-from pcgsvc.models.base import ModelBundle
+from pcgsvc.forward.arguments import input_specs
+from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.hf import attention, probe
 from pcgsvc.models.hf.source import open_source
 from pcgsvc.models.hf.weights import freeze_frequencies
+from pcgsvc.program.facts import program_facts
+from pcgsvc.serve.generate import generate_ids
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")

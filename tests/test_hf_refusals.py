@@ -18,9 +18,9 @@ from hf_helpers import (
 )
 
 import pcgsvc
-from pcgsvc.app import main
 from pcgsvc.config import Config, ModelConfig
 from pcgsvc.errors import CaptureError, ConfigError, TraceError, VerifyError
+from pcgsvc.jobs.app import main
 from pcgsvc.models.catalog import validate_model
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,9 @@ from torch import nn
 
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.errors import CompileError
-from pcgsvc.image import ProgramImage, custom_ops, from_json, image_of, to_json
 from pcgsvc.partition.fx import partition_fx
-from pcgsvc.reads import Read
+from pcgsvc.program.guards import Read
+from pcgsvc.program.image import ProgramImage, custom_ops, from_json, image_of, to_json
 
 
 class Many(nn.Module):

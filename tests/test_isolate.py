@@ -14,10 +14,10 @@ import pytest
 
 from pcgsvc.config import Config
 from pcgsvc.errors import ConfigError
-from pcgsvc.sweeps import child, isolate, outcome
-from pcgsvc.sweeps.isolate import Isolated, run_isolated
-from pcgsvc.sweeps.outcome import Outcome, perform
-from pcgsvc.sweeps.records import NAME, Record, Status, read_records, write_record
+from pcgsvc.jobs.sweep import child, isolate, outcome
+from pcgsvc.jobs.sweep.isolate import Isolated, run_isolated
+from pcgsvc.jobs.sweep.outcome import Outcome, perform
+from pcgsvc.jobs.sweep.records import NAME, Record, Status, read_records, write_record
 
 REPLY = "import json, os, sys; channel = int(sys.argv[1]); task = json.load(sys.stdin)\n"
 """How a stand-in begins: as the real one, it reads its task."""
@@ -187,7 +187,7 @@ def test_an_outcome_names_only_a_report_that_this_job_wrote(
 ) -> None:
     path = tmp_path / "report.json"
     path.write_text("{}")  # an older one
-    monkeypatch.setattr("pcgsvc.jobs.run_job", lambda config, report: {})
+    monkeypatch.setattr("pcgsvc.jobs.run.run_job", lambda config, report: {})
     assert perform(Config(), path, verbose=False) == Outcome(code=outcome.OK)
 
     def write_and_fail(config: Config, report: Path) -> None:
@@ -195,7 +195,7 @@ def test_an_outcome_names_only_a_report_that_this_job_wrote(
         report.write_text("{}")
         raise ConfigError("no")
 
-    monkeypatch.setattr("pcgsvc.jobs.run_job", write_and_fail)
+    monkeypatch.setattr("pcgsvc.jobs.run.run_job", write_and_fail)
     found = perform(Config(), path, verbose=False)
     assert found == Outcome(code=outcome.BAD_CONFIG, reason="ConfigError: no", report=path)
 

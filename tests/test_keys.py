@@ -15,12 +15,13 @@ import torch
 from core_helpers import WIDTH, toy
 from torch import nn
 
-from pcgsvc import facts as facts_module
-from pcgsvc import settings
-from pcgsvc.config import Compiler, Config, from_dict, resolve, to_dict
-from pcgsvc.facts import environment_facts, piece_facts, program_facts
-from pcgsvc.keys import NOT_IN_KEY, config_facts, key_of
-from pcgsvc.traced import InputSpec
+from pcgsvc.compilers import environment as facts_module
+from pcgsvc.compilers.environment import environment_facts
+from pcgsvc.config import Compiler, Config, from_dict, resolve, settings, to_dict
+from pcgsvc.config.settings import NOT_IN_KEY
+from pcgsvc.forward.specs import InputSpec
+from pcgsvc.program.facts import piece_facts, program_facts
+from pcgsvc.program.keys import config_facts, key_of
 
 CPU = torch.device("cpu")
 PATHS = [s.path for s in settings.walk() if len(s.choices) != 1]
@@ -227,8 +228,8 @@ def test_every_setting_of_float32_precision_counts_and_none_makes_the_facts_fail
     code = (
         "import torch\n"
         "from pcgsvc.config import Config, resolve\n"
-        "from pcgsvc.facts import environment_facts\n"
-        "from pcgsvc.keys import key_of\n"
+        "from pcgsvc.program.facts import environment_facts\n"
+        "from pcgsvc.program.keys import key_of\n"
         "config, cpu = resolve(Config(), device_type='cpu'), torch.device('cpu')\n"
         "print(key_of(environment_facts(config, cpu)))\n"
         "torch.set_float32_matmul_precision('high')\n"
@@ -320,7 +321,7 @@ import json, sys, torch
 sys.path.insert(0, {tests!r})
 from core_helpers import toy
 from test_keys import CPU, resolved, spec
-from pcgsvc.facts import program_facts
+from pcgsvc.program.facts import program_facts
 print(json.dumps(program_facts(resolved({compiler!r}), toy(1), [spec()], {{}}, CPU)))
 """
 

@@ -21,28 +21,21 @@ from torch.nn import functional
 
 import pcgsvc
 from pcgsvc import torch_private
-from pcgsvc.app import main
-from pcgsvc.bench import time_calls
-from pcgsvc.config import (
-    Config,
-    Mode,
-    ModelConfig,
-    MoeBackend,
-    MoeConfig,
-    PartitionConfig,
-)
+from pcgsvc.check.timing import time_calls
+from pcgsvc.check.verify import tolerance_of, verify
+from pcgsvc.config import Config, Mode, ModelConfig, MoeBackend, MoeConfig, PartitionConfig
 from pcgsvc.errors import ConfigError, PcgError
-from pcgsvc.expert_group import Place, command_line_group
-from pcgsvc.generate import generate_ids
+from pcgsvc.forward.samples import Samples
+from pcgsvc.jobs.app import main
 from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.llama_dims import preset_dims
 from pcgsvc.models.llama_moe import LlamaMoe, MoeDims, dims_of, initialize
 from pcgsvc.ops import expert_choice
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.expert_choice import choose, following, recorded_choices
+from pcgsvc.ops.expert_group import Place, command_line_group
 from pcgsvc.ops.experts import moe_all_to_all, moe_experts
-from pcgsvc.samples import Samples
-from pcgsvc.verify import tolerance_of, verify
+from pcgsvc.serve.generate import generate_ids
 
 CPU = torch.device("cpu")
 WORKER = Path(__file__).with_name("moe_worker.py")
@@ -290,7 +283,7 @@ def test_inductor_regions_verify(
 
 def run_job(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the job of a command line, without Hydra's folders; return its report."""
-    from pcgsvc.jobs import run_job as run
+    from pcgsvc.jobs.run import run_job as run
 
     patch.chdir(folder)
     return run(pcgsvc.load_config(words), folder / "report.json")
@@ -317,7 +310,7 @@ def test_verification_compares_arithmetic_where_routers_tie(
             return [row["max_rel_err"] for row in verify(runner.parts, samples, seed=0)]
 
         assert max(errors()) == 0
-        monkeypatch.setattr("pcgsvc.verify.following", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr("pcgsvc.check.verify.following", lambda *_: contextlib.nullcontext())
         assert max(errors()) > 0.01
 
 

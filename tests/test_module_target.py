@@ -265,7 +265,8 @@ def test_weights_are_loaded_and_seeds_make_random_ones(user: Path, tmp_path: Pat
 
 
 SCRIPT = (
-    "import sys; from pcgsvc.app import main; sys.path.remove(''); sys.exit(main(sys.argv[1:]))"
+    "import sys; from pcgsvc.jobs.app import main; "
+    "sys.path.remove(''); sys.exit(main(sys.argv[1:]))"
 )
 
 

@@ -9,8 +9,8 @@ import pytest
 from core_helpers import toy
 from warm_helpers import Starter
 
-from pcgsvc import image
-from pcgsvc.reads import Read, first_difference, path_of
+from pcgsvc.program import image
+from pcgsvc.program.guards import Read, first_difference, path_of
 
 EVIL = "pcgsvc_test_evil"
 

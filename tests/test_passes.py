@@ -13,24 +13,24 @@ from torch import nn
 
 import pcgsvc
 from pcgsvc import torch_private
+from pcgsvc.capture.capture import _check_boundaries
+from pcgsvc.capture.plan import BatchDescriptor
 from pcgsvc.compilers import passes
+from pcgsvc.compilers.environment import environment_facts
 from pcgsvc.compilers.inductor import InductorPiece, compile_piece
 from pcgsvc.compilers.passes import GraphPass, find_passes, pass_options
 from pcgsvc.compilers.residual_add import split_residual_adds
 from pcgsvc.config import Compiler, CompilerConfig, Config, Mode, resolve, validate
-from pcgsvc.dispatch import BatchDescriptor
 from pcgsvc.errors import CaptureError, ConfigError
-from pcgsvc.facts import environment_facts
-from pcgsvc.graphs.capture import _check_boundaries
-from pcgsvc.keys import key_of
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.attention_quant import attention_quant, quantize
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.registry import stand_ins, traced_name
 from pcgsvc.partition.fx import partition_fx
 from pcgsvc.partition.inductor import partition_inductor
-from pcgsvc.partition.pieces import Piece
-from pcgsvc.program import Direct, Program, program_of
+from pcgsvc.program.keys import key_of
+from pcgsvc.program.pieces import Piece
+from pcgsvc.program.program import Direct, Program, program_of
 
 HEADS, WIDTH, SCALE = 2, 4, 0.05
 

@@ -21,25 +21,25 @@ from torch import nn
 
 import pcgsvc
 from pcgsvc import torch_private
-from pcgsvc.arguments import input_specs, resampler
-from pcgsvc.compose import compose
 from pcgsvc.config import Config, Job, resolve
-from pcgsvc.devices import device_of, is_here
+from pcgsvc.config.compose import compose
+from pcgsvc.config.devices import device_of, is_here
 from pcgsvc.errors import ConfigError
-from pcgsvc.jobs import run_job
+from pcgsvc.events import Silent
+from pcgsvc.forward.arguments import input_specs, resampler
+from pcgsvc.forward.bundle import ModelBundle
+from pcgsvc.forward.request import Planned, Request, arguments_of
+from pcgsvc.jobs.plan import planner
+from pcgsvc.jobs.plan.planner import Plan, plan
+from pcgsvc.jobs.plan.pool import MIB, Event, Pool
+from pcgsvc.jobs.plan.section import plan_section
+from pcgsvc.jobs.plan.tracked import Tracked
+from pcgsvc.jobs.preflight import check
+from pcgsvc.jobs.run import run_job
 from pcgsvc.models import catalog
-from pcgsvc.models.base import ModelBundle
-from pcgsvc.planning import planner
-from pcgsvc.planning.planner import Plan, plan
-from pcgsvc.planning.pool import MIB, Event, Pool
-from pcgsvc.planning.tracked import Tracked
-from pcgsvc.preflight import check
-from pcgsvc.progress import Silent
 from pcgsvc.report import plan_files, plan_svg
 from pcgsvc.report.fold import fold
-from pcgsvc.report.plan import plan_section
 from pcgsvc.report.report import plan_report
-from pcgsvc.request import Planned, Request, arguments_of
 
 SMALL = ["model.num_layers=2", "capture.sizes=[1,4]", "device=cpu", "compiler=eager"]
 NO_CUDA = pytest.mark.skipif(
@@ -489,7 +489,7 @@ def test_an_8b_model_is_planned_within_a_minute_and_4_gib(tmp_path: Path) -> Non
     words = ["job=plan", "model=llama", "model.preset=8b", "device=cpu", "report=r.json"]
     code = (
         "import resource, sys\n"
-        "from pcgsvc.app import main\n"
+        "from pcgsvc.jobs.app import main\n"
         "code = main(sys.argv[1:])\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
         "print('USED', used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)\n"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pcgsvc import jobs
-from pcgsvc.compose import compose
-from pcgsvc.jobs import run_job
+from pcgsvc.config.compose import compose
+from pcgsvc.jobs import run as jobs
+from pcgsvc.jobs.plan.planner import plan
+from pcgsvc.jobs.run import run_job
 from pcgsvc.pipeline import build_from_config
-from pcgsvc.planning.planner import plan
 from pcgsvc.report.progress import progress_for
 
 SMALL = [

@@ -26,11 +26,14 @@ from torch.nn import functional
 from warm_helpers import Sources, Start, Starter, source_folder
 
 import pcgsvc
-from pcgsvc import artifacts, image, reads, trace
-from pcgsvc.image import op_identity
+from pcgsvc.cache import programs as artifacts
 from pcgsvc.ops import registry
 from pcgsvc.ops.support import Support
-from pcgsvc.reads import NotCanonicalError, Read, canonical, class_digest, code_digest
+from pcgsvc.program import guards as reads
+from pcgsvc.program import image
+from pcgsvc.program.guards import NotCanonicalError, Read, canonical, class_digest, code_digest
+from pcgsvc.program.image import op_identity
+from pcgsvc.trace import dynamo as trace
 
 
 @pytest.fixture

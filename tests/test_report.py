@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pcgsvc.progress import Silent
+from pcgsvc.events import Silent
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import write_report
 from pcgsvc.report.tables import console, show_place, show_report, show_text

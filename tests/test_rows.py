@@ -16,8 +16,8 @@ from core_helpers import WIDTH, attended, partition_of, rows, trace_of
 
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.errors import CompileError
-from pcgsvc.partition.pieces import Kind
-from pcgsvc.rows import (
+from pcgsvc.program.pieces import Kind
+from pcgsvc.trace.rows import (
     Document,
     decode,
     digest,

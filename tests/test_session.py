@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import pcgsvc
+from pcgsvc.capture.capture import _way_out
+from pcgsvc.capture.recorded import RecordedEngine
+from pcgsvc.capture.session import Session
 from pcgsvc.config import CacheConfig, Strategy
 from pcgsvc.errors import CaptureError, HostReadError, PcgError, VerifyError
-from pcgsvc.graphs.capture import _way_out
-from pcgsvc.graphs.recorded import RecordedEngine
-from pcgsvc.graphs.session import Session
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.registry import register_splitting_op
 from pcgsvc.ops.support import Support

@@ -14,9 +14,9 @@ from core_helpers import make_config, rows, toy
 from test_app import Cli, cli
 
 import pcgsvc
-from pcgsvc import preflight
 from pcgsvc.config import from_dict, to_dict
-from pcgsvc.sizing import job
+from pcgsvc.jobs import preflight
+from pcgsvc.jobs.sizes import job
 
 __all__ = ["cli"]  # the fixture
 

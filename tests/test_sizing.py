@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pcgsvc.capture.plan import wanted_entries
 from pcgsvc.config import Config, Mode, from_dict, resolve, validate
-from pcgsvc.dispatch import DispatchTable, Resolution, wanted_entries
 from pcgsvc.errors import ConfigError
+from pcgsvc.jobs.preflight import check
+from pcgsvc.jobs.sizes.replay import general_lens, sample
+from pcgsvc.ops.modes import Resolution
 from pcgsvc.ops.support import Support
-from pcgsvc.preflight import check
+from pcgsvc.serve.dispatch import DispatchTable
 from pcgsvc.sizing.auto import plan_for, with_sizes
 from pcgsvc.sizing.choice import SizePlan, plan_sizes
 from pcgsvc.sizing.cost import measured, modelled
 from pcgsvc.sizing.expect import Forecast, Service, service_of
-from pcgsvc.sizing.replay import general_lens, sample
 from pcgsvc.sizing.traffic import Traffic, make_traffic
 
 BOTH = Service(decode=Mode.FULL, mixed=Mode.PIECEWISE, query_len=1)

@@ -17,15 +17,15 @@ from model_helpers import make_backend, make_context
 from script_helpers import load_script
 
 import pcgsvc
-from pcgsvc.app import main
 from pcgsvc.config import Config, ModelConfig
 from pcgsvc.errors import ConfigError
-from pcgsvc.generate import generate_ids
+from pcgsvc.forward.bundle import ModelBundle
+from pcgsvc.jobs.app import main
 from pcgsvc.models import smollm2
-from pcgsvc.models.base import ModelBundle
 from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.tokenizer import GgufTokenizer
 from pcgsvc.ops.context import use_context
+from pcgsvc.serve.generate import generate_ids
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "fetch-smollm2"
 

@@ -25,13 +25,13 @@ from pcgsvc.config import (
     validate,
 )
 from pcgsvc.errors import ConfigError
-from pcgsvc.facts import piece_facts
-from pcgsvc.keys import key_of
+from pcgsvc.forward.specs import SizePredicate
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.fx import partition_fx
-from pcgsvc.partition.pieces import Kind
-from pcgsvc.program import Program
-from pcgsvc.traced import SizePredicate
+from pcgsvc.program.facts import piece_facts
+from pcgsvc.program.keys import key_of
+from pcgsvc.program.pieces import Kind
+from pcgsvc.program.program import Program
 
 
 class Counted(nn.Module):

@@ -23,12 +23,12 @@ from store_helpers import (
     stored_files,
 )
 
+from pcgsvc.cache import bytes_disk
+from pcgsvc.cache.bytes_disk import open_cache, row_name
+from pcgsvc.cache.envelope import Kind
+from pcgsvc.cache.store import Built, Store
 from pcgsvc.config import CacheMode
-from pcgsvc.disk import bytes_disk
-from pcgsvc.disk.bytes_disk import open_cache, row_name
-from pcgsvc.disk.envelope import Kind
 from pcgsvc.errors import CacheError
-from pcgsvc.store import Built, Store
 
 A, B, C, P, Q = (key(name) for name in "abcpq")
 
@@ -203,7 +203,7 @@ def test_one_module_alone_imports_diskcache() -> None:
 
 
 def test_the_store_imports_no_torch() -> None:
-    code = "import sys, pcgsvc.store, pcgsvc.bundle; sys.exit('torch' in sys.modules)"
+    code = "import sys, pcgsvc.cache.store, pcgsvc.cache.bundle; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -21,10 +21,10 @@ from store_helpers import (
     value_file,
 )
 
+from pcgsvc.cache.bytes_disk import row_name
+from pcgsvc.cache.envelope import Entry, Kind
+from pcgsvc.cache.usage import Pins
 from pcgsvc.config import CacheMode
-from pcgsvc.disk.bytes_disk import row_name
-from pcgsvc.disk.envelope import Entry, Kind
-from pcgsvc.disk.usage import Pins
 
 A, B, C, P, Q = (key(name) for name in "abcpq")
 

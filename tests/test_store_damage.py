@@ -26,9 +26,9 @@ from store_helpers import (
     value_file,
 )
 
-from pcgsvc.disk import envelope
-from pcgsvc.disk.envelope import DamagedError, Entry, Kind, decode, encode
-from pcgsvc.disk.quarantine import Quarantine
+from pcgsvc.cache import envelope
+from pcgsvc.cache.envelope import DamagedError, Entry, Kind, decode, encode
+from pcgsvc.cache.quarantine import Quarantine
 
 SMALL, PIECE, *_ = PIECES  # the one lies in its row, the other in a value file
 

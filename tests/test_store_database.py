@@ -26,9 +26,9 @@ from store_helpers import (
     value_file,
 )
 
+from pcgsvc.cache.envelope import Entry
+from pcgsvc.cache.store import Built
 from pcgsvc.config import CacheMode
-from pcgsvc.disk.envelope import Entry
-from pcgsvc.store import Built
 
 SMALL, PIECE, *_ = PIECES  # the one lies in its row, the other in a value file
 

@@ -24,8 +24,8 @@ from store_helpers import (
     stored_files,
 )
 
+from pcgsvc.cache.store import Built
 from pcgsvc.config import CacheMode
-from pcgsvc.store import Built
 
 SMALL, PIECE, *_ = PIECES
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts, or changes its uid")

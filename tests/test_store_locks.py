@@ -22,8 +22,8 @@ from store_helpers import (
     open_store,
 )
 
-from pcgsvc.disk.file_lock import acquire
-from pcgsvc.store import Built
+from pcgsvc.cache.file_lock import acquire
+from pcgsvc.cache.store import Built
 
 A, B, C, P, Q = (key(name) for name in "abcpq")
 

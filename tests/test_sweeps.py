@@ -25,12 +25,13 @@ from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from pcgsvc import pipeline, preflight
+from pcgsvc import pipeline
+from pcgsvc.check.verify import verify
 from pcgsvc.config import Config
-from pcgsvc.devices import device_of
+from pcgsvc.config.devices import device_of
+from pcgsvc.jobs import preflight
+from pcgsvc.jobs.sweep import watch, whole
 from pcgsvc.report import comparison
-from pcgsvc.sweeps import watch, whole
-from pcgsvc.verify import verify
 
 HERE = ["device=cpu", "hydra.sweep.dir=out", "sweep.isolate=false"]
 """A sweep in this process, where a test can reach into its jobs."""
@@ -170,7 +171,7 @@ def test_a_job_that_takes_too_long_is_ended_and_has_failed(cli: Cli) -> None:
 SWEEP = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
-from pcgsvc.app import entry
+from pcgsvc.jobs.app import entry
 entry()
 """
 

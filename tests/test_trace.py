@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
-from pcgsvc.nodes import user_line
-from pcgsvc.results import flatten
-from pcgsvc.traced import TracedGraph
+from pcgsvc.forward.results import flatten
+from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.nodes import user_line
 
 
 def line_of(function: Callable[..., Any], text: str) -> str:
@@ -500,8 +500,8 @@ def test_a_lambda_s_line_is_named_and_the_tracer_s_never() -> None:
 
 
 def test_no_row_dimension_is_refused() -> None:
-    from pcgsvc.arguments import input_specs
-    from pcgsvc.trace import trace
+    from pcgsvc.forward.arguments import input_specs
+    from pcgsvc.trace.dynamo import trace
 
     with pytest.raises(TraceError, match="dynamic_dims"):
         trace(lambda x: x, input_specs({"x": rows(3)}, {}), {})

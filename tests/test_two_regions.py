@@ -75,7 +75,7 @@ def test_each_replay_equals_plain_execution_on_the_true_rows(
 
 
 def checked(batch: pcgsvc.Batch, x: torch.Tensor) -> Any:
-    from pcgsvc.batch import check_batch
+    from pcgsvc.forward.batch import check_batch
 
     return check_batch(batch, len(x), None)
 

@@ -31,10 +31,10 @@ from warm_helpers import Starter
 
 import pcgsvc
 from pcgsvc import torch_private
-from pcgsvc.app import main
+from pcgsvc.cache.store import Kind, Store
 from pcgsvc.config import CacheConfig, CacheMode
 from pcgsvc.errors import CacheError
-from pcgsvc.store import Kind, Store
+from pcgsvc.jobs.app import main
 
 PACKAGE = Path(__file__).parent.parent
 TINY = ["device=cpu", "model.num_layers=1", "capture.sizes=[1,2]", "bench.enabled=false"]
@@ -263,7 +263,7 @@ class Forbid:
 sys.meta_path.insert(0, Forbid())
 import torch
 torch.set_num_threads(1)
-from pcgsvc.app import main
+from pcgsvc.jobs.app import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -316,7 +316,7 @@ def listing(*folders: Path) -> set[str]:
     return {str(p) for folder in folders for p in folder.rglob("*")}
 
 
-PLAIN = "import sys, torch; torch.set_num_threads(1); from pcgsvc.app import main\n" + (
+PLAIN = "import sys, torch; torch.set_num_threads(1); from pcgsvc.jobs.app import main\n" + (
     "sys.exit(main(sys.argv[1:]))"
 )
 
@@ -693,7 +693,7 @@ import sys
 import torch
 torch.set_num_threads(1)
 from pcgsvc import torch_private
-from pcgsvc.app import main
+from pcgsvc.jobs.app import main
 
 def refuse(*args, **kwargs):
     raise AssertionError("a warm start traces or compiles")
@@ -770,7 +770,7 @@ def test_inductor_is_warm_elsewhere_and_asks_the_compiler_for_its_version_only(
 def test_an_exported_inductor_program_is_warm_on_a_fresh_machine(
     inductor_root: Path, tmp_path: Path
 ) -> None:
-    from pcgsvc.bundle import export_bundle, import_bundle
+    from pcgsvc.cache.bundle import export_bundle, import_bundle
 
     with Store.open(str(inductor_root)) as store:
         info = export_bundle(store, tmp_path / "bundle.tar")

@@ -17,7 +17,7 @@ import pcgsvc
 from pcgsvc.config import Strategy
 from pcgsvc.errors import ConfigError, PcgError, StaleAddressError, StateError
 from pcgsvc.ops.context import use_context
-from pcgsvc.weights import _TURN
+from pcgsvc.serve.weights import _TURN
 
 
 def plain(module: Any, x: torch.Tensor) -> Any:

@@ -17,9 +17,9 @@ from core_helpers import make_config, rows
 from model_helpers import make_context
 
 import pcgsvc
-from pcgsvc import trace
 from pcgsvc.config import CacheConfig, CacheMode
 from pcgsvc.ops.context import use_context
+from pcgsvc.trace import dynamo as trace
 
 
 @dataclass

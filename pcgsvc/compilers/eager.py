@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pcgsvc.errors import CompileError
-from pcgsvc.program import Boundaries
-from pcgsvc.rows import Document, digest, function_of, python_of
+from pcgsvc.program.program import Boundaries
+from pcgsvc.trace.rows import Document, digest, function_of, python_of
 
 
 class EagerPiece:

@@ -19,8 +19,8 @@ from pcgsvc.compilers.passes import pass_options
 from pcgsvc.compilers.specialize import baked_inputs, graph_for
 from pcgsvc.config import CompilerConfig
 from pcgsvc.errors import CompileError
-from pcgsvc.partition.pieces import Piece, graph_module
-from pcgsvc.program import Boundaries, boundaries_of
+from pcgsvc.program.pieces import Piece, graph_module
+from pcgsvc.program.program import Boundaries, boundaries_of
 
 
 class InductorPiece:

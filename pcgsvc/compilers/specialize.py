@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.partition.pieces import Piece, graph_module
-from pcgsvc.rows import Document
-from pcgsvc.traced import SizePredicate
+from pcgsvc.forward.specs import SizePredicate
+from pcgsvc.program.pieces import Piece, graph_module
+from pcgsvc.trace.rows import Document
 
 
 def specialized(

@@ -16,9 +16,9 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.config import Config, ModelConfig, to_dict
 from pcgsvc.errors import ConfigError, near
+from pcgsvc.forward.bundle import ModelBundle, Tokenizer
 from pcgsvc.models import encoder, encoder_family, llama_moe, smollm2, two_regions
 from pcgsvc.models import module as users
-from pcgsvc.models.base import ModelBundle, Tokenizer
 from pcgsvc.models.checkpoint import Checkpoint, check_explicit, load_weights, open_checkpoint
 from pcgsvc.models.hf import family as hf
 from pcgsvc.models.llama import Llama, initialize

@@ -2,8 +2,9 @@
 
 In: `EncoderDims`. Out: a module whose forward takes flat tokens, (input_ids [T], positions [T],
 token_types [T]), and returns hidden rows [T, E], one per token. One vector per request is another
-number of rows than a step has, so pooling is done on what the runner returns; see `pcgsvc.embed`.
-Knows nothing of checkpoints, tracing or graphs; attention is `pcgsvc::encoder_attention`.
+number of rows than a step has, so pooling is done on what the runner returns; see
+`pcgsvc.serve.embed`. Knows nothing of checkpoints, tracing or graphs; attention is
+`pcgsvc::encoder_attention`.
 
 Shapes: T = tokens (rows), E = hidden size, F = intermediate size, H = heads, D = head dim.
 

@@ -13,8 +13,8 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.config import Config
 from pcgsvc.errors import ConfigError
+from pcgsvc.forward.bundle import EmbeddingSpec, ModelBundle
 from pcgsvc.models import minilm
-from pcgsvc.models.base import EmbeddingSpec, ModelBundle
 from pcgsvc.models.checkpoint import check_explicit
 from pcgsvc.models.encoder import Encoder, EncoderDims, initialize, preset_dims, refuse_attention
 from pcgsvc.models.encoder_checkpoint import EncoderCheckpoint, open_encoder

@@ -20,11 +20,11 @@ from torch import nn
 
 from pcgsvc.config import Config, MoeBackend
 from pcgsvc.errors import ConfigError
-from pcgsvc.expert_group import Place, place_of, require_group
 from pcgsvc.models.llama import DecoderLayer, Linear, Llama
 from pcgsvc.models.llama_dims import PRESETS as LLAMA_PRESETS
 from pcgsvc.models.llama_dims import LlamaDims, preset_dims
 from pcgsvc.ops import experts as _expert_ops  # noqa: F401 - registers the ops
+from pcgsvc.ops.expert_group import Place, place_of, require_group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from pcgsvc.arguments import read_arguments
 from pcgsvc.config import Config, ModelConfig
-from pcgsvc.devices import module_dtype
+from pcgsvc.config.devices import module_dtype
 from pcgsvc.errors import ConfigError
-from pcgsvc.models.base import ModelBundle
+from pcgsvc.forward.arguments import read_arguments
+from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.described import Described, read_inputs
 from pcgsvc.models.extras import require
 from pcgsvc.models.targets import load_target, place_of, words_of

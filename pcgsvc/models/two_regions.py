@@ -16,7 +16,7 @@ from torch import nn
 
 from pcgsvc.config import Config
 from pcgsvc.errors import ConfigError
-from pcgsvc.models.base import ModelBundle
+from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.ops.context import current_context
 from pcgsvc.ops.registry import splitting_op
 

@@ -19,23 +19,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
-from pcgsvc.blame import line_that_sets
-from pcgsvc.canonical import tensors_of
 from pcgsvc.errors import CaptureError, SplitError, TraceError
-from pcgsvc.held import tensors_held
-from pcgsvc.image import PieceInfo, ProgramImage
+from pcgsvc.forward.objects import tensors_held, tensors_of
+from pcgsvc.forward.results import ResultTree, flatten, tensors_in
+from pcgsvc.forward.samples import Samples
+from pcgsvc.forward.specs import Binding, SizePredicate, TensorSpec
+from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.registry import registered_names, why_boundary
 from pcgsvc.partition.fx import canonical_op_name
-from pcgsvc.partition.pieces import Kind
 from pcgsvc.partition.submodules import Calls, in_place, watched
-from pcgsvc.program import Boundaries, ProgramSpec, Step
-from pcgsvc.results import ResultTree, flatten, tensors_in
-from pcgsvc.samples import Samples
-from pcgsvc.trace import Attributes
-from pcgsvc.traced import Binding, SizePredicate, TensorSpec
-from pcgsvc.workspace import Workspace
+from pcgsvc.program.image import PieceInfo, ProgramImage
+from pcgsvc.program.pieces import Kind
+from pcgsvc.program.program import Boundaries, ProgramSpec, Step
+from pcgsvc.trace.dynamo import Attributes
+from pcgsvc.trace.sources import line_that_sets
 
 PIECE = "module"
 _MET = "break met in the forward"

@@ -22,11 +22,11 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError, SplitError, near
-from pcgsvc.nodes import iter_calls, mutated_args, op_names, user_line
 from pcgsvc.ops.registry import registered_names, why_boundary
-from pcgsvc.partition.pieces import Kind, Partition, Piece
-from pcgsvc.rows import Document, digest, encode_row
-from pcgsvc.traced import TracedGraph
+from pcgsvc.program.pieces import Kind, Partition, Piece
+from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.nodes import iter_calls, mutated_args, op_names, user_line
+from pcgsvc.trace.rows import Document, digest, encode_row
 
 _REGISTERED = "registered splitting op"
 """Why an op is cut at that nobody has said more of."""

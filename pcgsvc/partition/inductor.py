@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from pcgsvc.errors import ConfigError
-from pcgsvc.nodes import iter_calls, mutated_args
 from pcgsvc.partition.fx import document_of
-from pcgsvc.partition.pieces import Kind, Partition, Piece
-from pcgsvc.rows import digest
-from pcgsvc.traced import TracedGraph
+from pcgsvc.program.pieces import Kind, Partition, Piece
+from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.nodes import iter_calls, mutated_args
+from pcgsvc.trace.rows import digest
 
 
 def partition_inductor(traced: TracedGraph, plan: Partition) -> Partition:

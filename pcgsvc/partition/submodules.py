@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pcgsvc.canonical import tensors_of
 from pcgsvc.errors import CompileError, ConfigError, PcgError, near
+from pcgsvc.forward.objects import tensors_of
+from pcgsvc.forward.specs import InputSpec
 from pcgsvc.partition.fx import partition_fx
-from pcgsvc.partition.pieces import Piece
-from pcgsvc.program import CompiledPiece, Direct, Program, program_of
-from pcgsvc.trace import trace
-from pcgsvc.traced import InputSpec, TracedGraph
+from pcgsvc.program.pieces import Piece
+from pcgsvc.program.program import CompiledPiece, Direct, Program, program_of
+from pcgsvc.trace.dynamo import trace
+from pcgsvc.trace.graph import TracedGraph
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,5 @@
-"""What a job found, for programs and for people."""
+"""What a job found, for programs (`report.json`) and for people (tables and pictures).
+
+In: plain values and dicts of JSON types. Out: files, and text on a terminal.
+Knows nothing of how any of it was found out.
+"""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pcgsvc.disk.reports import flatten
+from pcgsvc.cache.reports import flatten
 
 
 def differing_overrides(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:

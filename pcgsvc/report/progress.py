@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pcgsvc.progress import Progress as Listener
-from pcgsvc.progress import Silent
+from pcgsvc.events import Progress as Listener
+from pcgsvc.events import Silent
 
 
 class Bars:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pcgsvc.config import Mode, to_dict
-from pcgsvc.partition.pieces import Kind
+from pcgsvc.program.pieces import Kind
 from pcgsvc.report.files import write_json
 from pcgsvc.version import __version__
 
 if TYPE_CHECKING:
-    from pcgsvc.graphs.capture import GraphTable
+    from pcgsvc.capture.capture import GraphTable
+    from pcgsvc.forward.workspace import Workspace
     from pcgsvc.pipeline import Built
-    from pcgsvc.program import Program
+    from pcgsvc.program.program import Program
     from pcgsvc.sizing.choice import SizePlan
-    from pcgsvc.workspace import Workspace
 
 SCHEMA = 1
 

@@ -10,7 +10,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pcgsvc.disk.reports import flatten
+from pcgsvc.cache.reports import flatten
 from pcgsvc.report.costs import Cost
 from pcgsvc.report.rows import Facts, Row, Step
 from pcgsvc.version import __version__

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pcgsvc.config import Config, Mode
-from pcgsvc.dispatch import resolve_mode
+from pcgsvc.ops.modes import resolve_mode
 from pcgsvc.ops.support import Support
 from pcgsvc.sizing.cost import Floats, StepCost
 from pcgsvc.sizing.traffic import Traffic

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import pcgsvc
+from pcgsvc.check.verify import verify
+from pcgsvc.events import Silent
+from pcgsvc.forward.samples import Samples
+from pcgsvc.models.request import request_of
 from pcgsvc.ops.attention_quant import quantize
 from pcgsvc.pipeline import build
-from pcgsvc.progress import Silent
-from pcgsvc.request import request_of
-from pcgsvc.samples import Samples
-from pcgsvc.verify import verify
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ import torch
 from torch import distributed
 
 import pcgsvc
-from pcgsvc.embed import embed_ids
-from pcgsvc.samples import Samples
-from pcgsvc.verify import verify
+from pcgsvc.check.verify import verify
+from pcgsvc.forward.samples import Samples
+from pcgsvc.serve.embed import embed_ids
 
 pytestmark = pytest.mark.gpu
 

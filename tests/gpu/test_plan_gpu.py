@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import pcgsvc
-from pcgsvc.compose import compose
-from pcgsvc.planning.planner import plan
-from pcgsvc.progress import Silent
+from pcgsvc.config.compose import compose
+from pcgsvc.events import Silent
+from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.report.report import plan_report
 
 pytestmark = pytest.mark.gpu

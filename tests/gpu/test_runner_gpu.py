@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import pcgsvc
+from pcgsvc.check.verify import verify
 from pcgsvc.config import Mode
-from pcgsvc.samples import Samples
-from pcgsvc.verify import verify
+from pcgsvc.forward.samples import Samples
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import pcgsvc
+from pcgsvc.events import Silent
+from pcgsvc.jobs.sizes.replay import replay
 from pcgsvc.pipeline import build_from_config
-from pcgsvc.progress import Silent
-from pcgsvc.sizing.replay import replay
 
 pytestmark = pytest.mark.gpu
 

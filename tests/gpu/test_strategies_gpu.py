@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pcgsvc
-from pcgsvc.samples import Samples
-from pcgsvc.verify import verify
+from pcgsvc.check.verify import verify
+from pcgsvc.forward.samples import Samples
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu
 CHECK = """
 import sys
 import torch
-from pcgsvc.compose import compose_command
-from pcgsvc.preflight import check_command
+from pcgsvc.config.compose import compose_command
+from pcgsvc.jobs.preflight import check_command
 
 for device in ("auto", "cuda", "cuda:0"):
     check_command(compose_command([f"device={device}", "mode=full,piecewise"], multirun=True))

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.gpu
 _START = """
 import json, os, sys
 import pcgsvc
-from pcgsvc.samples import Samples
-from pcgsvc.verify import verify
+from pcgsvc.forward.samples import Samples
+from pcgsvc.check.verify import verify
 
 processes = []
 def hook(event, args):

@@ -19,7 +19,7 @@ from core_helpers import make_config, rows, toy
 from model_helpers import make_context
 
 import pcgsvc
-from pcgsvc.artifacts import Artifacts
+from pcgsvc.cache.programs import Artifacts
 from pcgsvc.config import CacheConfig
 from pcgsvc.ops.context import use_context
 

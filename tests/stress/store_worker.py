@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pcgsvc.cache.store import Built, Store
 from pcgsvc.config import CacheMode
-from pcgsvc.store import Built, Store
 
 
 def payload(key: str) -> bytes:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from pcgsvc.cache.store import Store
 from pcgsvc.config import CacheMode
-from pcgsvc.store import Store
 
 WORKER = Path(__file__).with_name("pipeline_worker.py")
 PACKAGE = Path(__file__).parent.parent.parent

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from store_helpers import key
 
+from pcgsvc.cache.store import Store
 from pcgsvc.config import CacheMode
-from pcgsvc.store import Store
 
 WORKER = Path(__file__).with_name("store_worker.py")
 PACKAGE = Path(__file__).parent.parent.parent

@@ -13,7 +13,7 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.config import Config
-from pcgsvc.models.base import ModelBundle
+from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.hf import attention, probe, reference, weights
 from pcgsvc.models.hf.positions import first_position
 from pcgsvc.models.hf.source import Source, open_source

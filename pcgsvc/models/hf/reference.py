@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pcgsvc.batch import Batch, CacheGeometry, StepBuffers, check_batch
 from pcgsvc.errors import VerifyError
+from pcgsvc.forward.batch import Batch, CacheGeometry, StepBuffers, check_batch
 from pcgsvc.models.hf.positions import first_position
 from pcgsvc.models.hf.source import Source
 from pcgsvc.models.hf.weights import implementation

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pcgsvc.errors import ConfigError
-from pcgsvc.models.base import Tokenizer
+from pcgsvc.forward.bundle import Tokenizer
 from pcgsvc.models.extras import require
 from pcgsvc.models.gguf_file import GgufFile
 from pcgsvc.models.hf.source import Source

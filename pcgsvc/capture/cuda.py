@@ -1,0 +1,117 @@
+"""`capture.graphs=cuda`: segments as CUDA graphs in one pool.
+
+In: a segment that runs on the runner's capture stream. Out: `graph.replay` of a graph whose memory
+lies in the runner's pool. Knows nothing of programs, dispatch or disks.
+
+`torch.cuda.graph` synchronises and empties the allocator's cache for every graph; a runner captures
+hundreds, so `capture_begin` and `capture_end` are driven directly and the rest is done once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.program.program import CompiledPiece
+
+Step = Callable[[], Any]
+
+
+class CudaEngine:
+    """Captures segments on one stream into one pool. One per runner; used under its lock.
+
+    A pool's memory lives as long as any of its graphs.
+    """
+
+    name = "cuda"
+
+    def __init__(self, stream: torch.cuda.Stream, error_mode: str) -> None:
+        self.stream = stream
+        self.pool = torch.cuda.graph_pool_handle()
+        self._pools = [self.pool]
+        """All pools that entries of this runner may lie in: one, unless a capture failed."""
+        self._error_mode = error_mode
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._outside: set[int] = set()
+        """Addresses found outside the pool; what `hold` returned for them keeps them there."""
+
+    def begin(self) -> None:
+        """See `Engine.begin`."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool, capture_error_mode=self._error_mode)
+        self._graph = graph
+
+    def end(self) -> Step | None:
+        """See `Engine.end`."""
+        graph = self._graph
+        assert graph is not None, "no segment is open"
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            graph.capture_end()
+        self._graph = None
+        if any("CUDA Graph is empty" in str(w.message) for w in said):
+            return None
+        graph.replay()
+        return graph.replay
+
+    def abort(self) -> None:
+        """See `Engine.abort`. The graph is ended so that the pool is released, then dropped."""
+        graph, self._graph = self._graph, None
+        self._outside.clear()
+        if graph is None:
+            return
+        if not torch_private.abandon_capture(graph, self.stream.device, self.pool):
+            self.renew_pool()
+
+    def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
+        """See `Engine.run_piece`."""
+        return piece(*args)
+
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        """See `Engine.session`."""
+        return contextlib.nullcontext()
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """See `Engine.made`."""
+        return self._in_pool(tensor.untyped_storage().data_ptr())
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Engine.hold`: memory of the pool is held weakly, everything else strongly."""
+        if tensor.device.type == "cuda" and self._in_pool(tensor.untyped_storage().data_ptr()):
+            return torch_private.alias_without_owning(tensor)
+        return tensor
+
+    def renew_pool(self) -> None:
+        """Take a new pool; torch refuses a handle whose graphs are all gone."""
+        self.pool = torch.cuda.graph_pool_handle()
+        self._pools.append(self.pool)
+        self._starts, self._ends = [], []
+        self._outside.clear()
+
+    def pool_bytes(self) -> int:
+        """Return the bytes of device memory that the runner's pools have mapped."""
+        return sum(end - start for start, end in torch_private.pool_ranges(self._pools))
+
+    def _in_pool(self, address: int) -> bool:
+        if self._find(address):
+            return True
+        if address in self._outside:
+            return False
+        ranges = sorted(torch_private.pool_ranges(self._pools))
+        self._starts, self._ends = [r[0] for r in ranges], [r[1] for r in ranges]
+        inside = self._find(address)
+        if not inside:
+            self._outside.add(address)
+        return inside
+
+    def _find(self, address: int) -> bool:
+        at = bisect.bisect_right(self._starts, address) - 1
+        return at >= 0 and address < self._ends[at]

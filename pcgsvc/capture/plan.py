@@ -1,0 +1,111 @@
+"""Which entries are captured: the mode that a program's boundaries allow, by size.
+
+In: a config, a program image, an attention backend. Out: a `Resolution`, and the entries' keys.
+Knows nothing of how an entry is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pcgsvc.config import Config, Mode
+from pcgsvc.ops.attention import AttentionBackend
+from pcgsvc.ops.modes import FULL, NONE, PIECEWISE, Resolution, resolve_mode
+from pcgsvc.ops.registry import find_spec
+from pcgsvc.ops.support import Support
+from pcgsvc.program.image import ProgramImage
+from pcgsvc.program.pieces import Kind
+
+
+@dataclass(frozen=True)
+class BatchDescriptor:
+    """What a captured entry is for; also the key under which it is found."""
+
+    num_tokens: int
+    """Rows of the entry: the padded size."""
+    num_reqs: int | None
+    """Requests of a uniform entry; None for entries that serve any batch."""
+    uniform: bool
+    """Captured for batches in which every request has the same number of new tokens."""
+
+
+def uniform_descriptor(size: int, query_len: int) -> BatchDescriptor:
+    """Return the key of the entry for uniform batches of `size` rows."""
+    return BatchDescriptor(size, size // query_len, True)
+
+
+def general_descriptor(size: int) -> BatchDescriptor:
+    """Return the key of the entry for any batch of `size` rows."""
+    return BatchDescriptor(size, None, False)
+
+
+def wanted_entries(
+    resolution: Resolution, support: Support, sizes: Sequence[int], query_len: int
+) -> list[tuple[Mode, BatchDescriptor]]:
+    """Return the entries to capture, largest size first.
+
+    A full graph of an op that supports any batch serves uniform ones too; otherwise it is captured
+    for uniform batches, whose sizes are multiples of `query_len`.
+    """
+    wanted: list[tuple[Mode, BatchDescriptor]] = []
+    general = resolution.mixed
+    for size in sorted(sizes, reverse=True):
+        if general is not NONE:
+            wanted.append((general, general_descriptor(size)))
+        if resolution.decode is FULL and general is not FULL and size % query_len == 0:
+            wanted.append((FULL, uniform_descriptor(size, query_len)))
+    return wanted
+
+
+def no_uniform_size(resolution: Resolution, sizes: Sequence[int], query_len: int) -> list[str]:
+    """Return what to warn of when uniform batches shall have full graphs and no size is theirs."""
+    separate = resolution.decode is FULL and resolution.mixed is not FULL
+    if not separate or any(size % query_len == 0 for size in sizes):
+        return []
+    other = "piecewise serves them" if resolution.mixed is PIECEWISE else "nothing is captured"
+    return [
+        f"capture.sizes: none of {sorted(sizes)} is a multiple of "
+        f"capture.uniform_query_len={query_len}, so no full graph can serve uniform batches: "
+        f"{other}. Add sizes such as {query_len} and {2 * query_len}"
+    ]
+
+
+def resolve_boundaries(
+    config: Config, image: ProgramImage, attention: type[AttentionBackend] | None
+) -> tuple[Resolution, Support]:
+    """Turn the requested mode into one that the ops of the graph allow."""
+    levels = [(support_of(name, config, attention), name) for name in image.matched]
+    support, why = min(levels, default=(Support.ALWAYS, ""))
+    op = find_spec(why)
+    if op is not None and op.support is None:
+        why = f"attention={config.attention.name}"
+    uncut = [
+        name
+        for name in sorted(set(image.ops) - set(image.matched))
+        if find_spec(name) is not None and support_of(name, config, attention) is not Support.ALWAYS
+    ]
+    if uncut and config.mode is not Mode.NONE:
+        reason = (
+            f"{config.mode.value} was asked for, but {uncut} would lie inside the graphs, since "
+            "partition.splitting_ops leaves them out, and they cannot be captured: nothing is"
+        )
+        return Resolution(requested=config.mode, resolved=Mode.NONE, reasons=[reason]), support
+    resolution = resolve_mode(
+        config.mode,
+        support,
+        num_boundaries=image.count(Kind.BOUNDARY),
+        uniform_query_len=config.capture.uniform_query_len,
+        why=why,
+    )
+    return resolution, support
+
+
+def support_of(name: str, config: Config, attention: type[AttentionBackend] | None) -> Support:
+    """Return how far an op may go into a graph; ops that nobody registered never do."""
+    op = find_spec(name)
+    if op is None:
+        return Support.NEVER
+    if op.support is not None:
+        return op.support
+    return attention.cudagraph_support if attention is not None else Support.NEVER

@@ -1,0 +1,223 @@
+"""`capture.graphs=recorded`: the CPU's stand-in for CUDA graphs.
+
+In: a segment that runs under two torch modes. Out: a function that re-issues what was recorded onto
+the same memory. Same rules as CUDA graphs: static addresses, no host reads, no data-dependent
+shapes, no fresh host data. Never faster than plain execution; it exists so that everything but the
+device effect can be tried without a GPU. Knows nothing of programs or dispatch.
+
+Recording a segment executes it, so `end` need not replay it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from pcgsvc import torch_private
+from pcgsvc.errors import CaptureError
+from pcgsvc.program.program import CompiledPiece
+
+Step = Callable[[], Any]
+
+_SYNCS = {
+    "aten::_local_scalar_dense": "the host waits for a device value (.item(), bool(), int(), if)",
+    "aten::item": "the host waits for a device value (.item())",
+    "aten::nonzero": "the result's size depends on data (nonzero, where with one argument)",
+    "aten::masked_select": "the result's size depends on data (masked_select)",
+    "aten::_unique2": "the result's size depends on data (unique)",
+    "aten::unique_consecutive": "the result's size depends on data (unique_consecutive)",
+    "aten::repeat_interleave.Tensor": "the result's size depends on data (repeat_interleave)",
+    "aten::equal": "the host waits for a device value (torch.equal)",
+    "aten::allclose": "the host waits for a device value (torch.allclose)",
+    "aten::bincount": "the result's size depends on data (bincount)",
+    "aten::resize_": "a tensor's size changes",
+    "aten::set_": "a tensor's storage is replaced",
+}
+_HOST_FUNCTIONS = {
+    torch.Tensor.tolist: "the host waits for device values (.tolist())",
+    torch.Tensor.numpy: "the host waits for device values (.numpy())",
+    torch.tensor: "fresh host data is copied to the device (torch.tensor)",
+    torch.as_tensor: "fresh host data is copied to the device (torch.as_tensor)",
+    torch.asarray: "fresh host data is copied to the device (torch.asarray)",
+    torch.Tensor.new_tensor: "fresh host data is copied to the device (new_tensor)",
+    torch.Tensor.__array__: "the host waits for device values (numpy.asarray)",
+    torch.from_numpy: "fresh host data is copied to the device (torch.from_numpy)",
+}
+
+
+def _forbidden(what: str, why: str) -> CaptureError:
+    return CaptureError(
+        f"{what}: not permitted while a segment is captured: {why}. It would be frozen at its "
+        "value of the capture run. Compute it outside the forward, or put it into a splitting op."
+    )
+
+
+class _HostReads(TorchFunctionMode):
+    """Catches, inside segments, what never reaches a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        why = _HOST_FUNCTIONS.get(func) if self.active else None
+        if why is not None:
+            raise _forbidden(getattr(func, "__name__", str(func)), why)
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(torch_private.RecordingMode):
+    """Runs every op and records how to run it again on the same memory."""
+
+    def __init__(self, owner: RecordedEngine) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._owner = owner
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._refuse(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.record(func, args, kwargs, result, func._schema.is_mutable)
+        return result
+
+    @staticmethod
+    def _refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        name = str(func._schema.name)
+        full = f"{name}.{func._schema.overload_name}"
+        why = _SYNCS.get(name) or _SYNCS.get(full)
+        if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+            why = None
+        if why is None and name in ("aten::index", "aten::index_put", "aten::index_put_"):
+            masks = (i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8))
+            if any(True for _ in masks):
+                why = "the result's size depends on data (a boolean mask as index)"
+        if why is not None:
+            raise _forbidden(full.removesuffix(".").replace(".default", ""), why)
+
+    def record(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, result: Any, mutates: bool
+    ) -> None:
+        """Keep a step that computes `result` again, unless nothing needs computing."""
+        if mutates:
+            self.steps.append(lambda: func(*args, **kwargs))
+            return
+        inputs = {
+            t.untyped_storage().data_ptr()
+            for t in pytree.tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in leaves if t.untyped_storage().data_ptr() not in inputs]
+        self._owner.adopt(fresh)
+        name = getattr(getattr(func, "_schema", None), "name", "")
+        if not fresh or name.startswith(("aten::empty", "aten::new_empty")):
+            return  # a view of static memory, or memory that nothing has been written to
+
+        def step() -> None:
+            again = [
+                t for t in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(t, torch.Tensor)
+            ]
+            for old, new in zip(leaves, again, strict=True):
+                if old.numel() and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+        self.steps.append(step)
+
+
+class RecordedEngine:
+    """Records segments. One per runner; used under the runner's lock."""
+
+    name = "recorded"
+
+    def __init__(self) -> None:
+        self._reads = _HostReads()
+        self._recorder: _Recorder | None = None
+        self._current: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """See `Engine.session`.
+
+        The function mode lasts for the whole session and is told when a segment is open: a break
+        may be met inside a call that the mode itself is handling, where it cannot be left.
+        """
+        with self._reads:
+            yield
+
+    def begin(self) -> None:
+        """See `Engine.begin`."""
+        self._enter(_Recorder(self))
+
+    def end(self) -> Step | None:
+        """See `Engine.end`; recording has executed the segment already."""
+        steps = tuple(self._leave().steps)
+        if not steps:
+            return None
+
+        def replay() -> None:
+            for step in steps:
+                step()
+
+        return replay
+
+    def abort(self) -> None:
+        """See `Engine.abort`."""
+        if self._recorder is not None:
+            self._leave()
+        self._current = []
+
+    def _enter(self, recorder: _Recorder) -> None:
+        recorder.__enter__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self._reads.active = True
+
+    def _leave(self) -> _Recorder:
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None, "no segment is open"
+        self._reads.active = False
+        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return recorder
+
+    def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
+        """Run a piece under the modes, or as one recorded call when its kernels are invisible."""
+        if not piece.opaque:
+            return piece(*args)
+        recorder = self._leave()
+        try:
+            results = piece(*args)
+        finally:
+            self._enter(recorder)
+        recorder.record(piece, tuple(args), {}, results, mutates=False)
+        if not any(isinstance(r, torch.Tensor) for r in results):
+            recorder.steps.append(lambda: piece(*args))  # it only writes to its inputs
+        return results
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Engine.hold`; host memory is held strongly."""
+        return tensor
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """See `Engine.made`."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(t.untyped_storage().data_ptr() == address for t in self._current)
+
+    # -- what the segments own --
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note memory that a segment allocated."""
+        self._current += tensors
+
+    def take_owned(self) -> list[torch.Tensor]:
+        """Return the tensors that segments allocated since the last call."""
+        owned, self._current = self._current, []
+        return owned

@@ -1,0 +1,385 @@
+"""The capture session: runs a program once and records it as replay steps.
+
+In: a program's calls, as an executor. Out: an `Entry`: a flat tuple of zero-argument callables.
+Knows nothing of how a segment is captured (that is the engine's), of dispatch, or of disks.
+
+A session captures a segment. When a splitting op is met it ends the segment, has the engine execute
+it (kernels do not run while they are captured), runs the op eagerly, records the op with its bound
+arguments as a step, and goes on with the next segment. So the capture run is a true run, and no op
+ever sees what has not been computed. FULL is the same session with breaks off: one segment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pcgsvc import torch_private
+from pcgsvc.errors import CaptureError
+from pcgsvc.ops.breaks import handle_breaks
+from pcgsvc.ops.context import ForwardContext
+from pcgsvc.ops.registry import OpSpec, find_spec
+from pcgsvc.program.program import (
+    Boundaries,
+    BoundCall,
+    CompiledPiece,
+    padded_tensors,
+    zero_padding,
+)
+
+Step = Callable[[], Any]
+
+
+class Engine(Protocol):
+    """What captures and executes segments."""
+
+    name: str
+
+    def begin(self) -> None:
+        """Start capturing a segment."""
+
+    def end(self) -> Step | None:
+        """End the segment, execute it exactly once, and return what replays it (None: empty)."""
+
+    def abort(self) -> None:
+        """Leave a segment that failed, with nothing captured and nothing kept."""
+
+    def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
+        """Run a compiled piece inside the segment."""
+
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block around a whole session."""
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether a segment of this runner allocated the tensor's memory."""
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor over the same memory, to be bound to a step.
+
+        It owns the memory unless a segment allocated it: every replay rewrites that before
+        anything reads it, and letting go of it lets the pool reuse it.
+        """
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """One captured (mode, size): calling every step in order is one forward."""
+
+    steps: tuple[Step, ...]
+    names: tuple[str, ...]
+    """Per step: its piece's name."""
+    is_region: tuple[bool, ...]
+    """Per step: a captured segment, or a splitting op."""
+    outputs: list[torch.Tensor]
+    """The graph's results; they alias memory that any later replay of the runner overwrites."""
+    boundaries: tuple[str, ...]
+    """Splitting ops hit, in order."""
+    keep: list[Any] = field(default_factory=list)
+    """What must outlive the steps."""
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured segments."""
+        return sum(self.is_region)
+
+
+class Session:
+    """Executes a program while capturing it. Used once, by one thread."""
+
+    def __init__(
+        self, engine: Engine, context: ForwardContext, *, breaks: bool, ranges: bool = False
+    ) -> None:
+        self._engine = engine
+        self._context = context
+        self._breaks = breaks
+        self._ranges = ranges
+        self._steps: list[tuple[str, bool, Step]] = []
+        self._boundaries: list[str] = []
+        self.frozen: list[tuple[Any, ...]] = []
+        """Per boundary: the arguments that are no tensors, and so are frozen."""
+        self._keep: list[Any] = []
+        self._open: list[str] = []
+        """Names of the pieces in the open segment; empty when none is open."""
+        self._within: str | None = None
+        """The piece that runs now and calls splitting ops itself."""
+        self._listener: _Listener | None = None
+        """What hears those calls."""
+
+    # -- Executor --
+
+    def region(self, name: str, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
+        """Run a region inside the current segment, or several that the piece breaks itself."""
+        if piece.boundaries is None:
+            self._begin(name)
+            return self._engine.run_piece(piece, args)
+        self._within = name
+        self._begin(name)
+        self._listener = _Listener(self, piece.boundaries)
+        try:
+            with self._listener, handle_breaks(self):
+                return self._engine.run_piece(piece, args)
+        finally:
+            self._within = self._listener = None
+
+    def splitting(self, call: BoundCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Break the segment at a splitting op, or capture the op when breaks are off."""
+
+        def padded(result: Any) -> list[torch.Tensor]:
+            return padded_tensors(call, args, kwargs, result)
+
+        name = call.call.splitting or str(call.call.row[1])
+        return self._at_break(name, call.kernel, args, kwargs, padded, call.spec)
+
+    # -- breaks that a piece reaches by itself --
+
+    def at_op(self, func: Any, at: int, boundaries: Boundaries, args: Any, kwargs: Any) -> Any:
+        """Run a splitting op that was called through the dispatcher."""
+        name = str(func._schema.name)
+        spec = find_spec(name)
+        done = spec is not None and spec.zeroes_padding
+
+        def padded(result: Any) -> list[torch.Tensor]:
+            return [] if done else self._row_wise(func, at, boundaries, args, kwargs, result)
+
+        kernel = spec.kernel if spec is not None else func
+        result = self._at_break(name, kernel, list(args), dict(kwargs), padded, spec)
+        if boundaries.in_place_only:
+            self._refuse_fresh(name, result)
+        return result
+
+    def at_function(
+        self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a Python function marked with `eager_break`; see `BreakHandler`."""
+        if not self._breaks:
+            raise CaptureError(
+                f"{name}: an eager_break is met in a full graph; it runs between graphs only. Use "
+                "mode=piecewise."
+            )
+        listener = self._listener
+        assert listener is not None, "a break is met while no piece runs"
+        # Modes are a stack: the engine may have to leave its own, which lies under the listener.
+        listener.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            result = self._at_break(name, function, list(args), kwargs, lambda result: [])
+        finally:
+            listener.__enter__()  # type: ignore[no-untyped-call]
+        self._refuse_fresh(name, result)
+        return result
+
+    def _row_wise(
+        self, func: Any, at: int, boundaries: Boundaries, args: Any, kwargs: Any, result: Any
+    ) -> list[torch.Tensor]:
+        """Return the tensors whose padding rows must be zero after a splitting op."""
+        rows = boundaries.rows[at] if boundaries.rows is not None else None
+        written = [
+            (n, args[n] if n < len(args) else kwargs.get(a.name))
+            for n, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        if rows is not None:
+            found = [t for n, t in written if n in rows]
+            return found or ([result] if rows == (-1,) else [])
+        # Not traced: memory that a segment of this session made, with the step's rows, is row-wise;
+        # a cache that happens to have as many rows is not such memory.
+        size = self._context.padded_tokens
+        return [
+            t
+            for _, t in written
+            if isinstance(t, torch.Tensor)
+            and t.dim() > 0
+            and t.shape[0] == size
+            and self._engine.made(t)
+        ]
+
+    @staticmethod
+    def _refuse_fresh(name: str, result: Any) -> None:
+        if any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(result)):
+            raise CaptureError(
+                f"{name}: a break returned a tensor. The next graph reads the memory of the "
+                "capture run, not what a later call returns: let the break write into a buffer "
+                "that it is given, and return nothing."
+            )
+
+    # -- all breaks --
+
+    def _at_break(
+        self,
+        name: str,
+        kernel: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        padded_of: Callable[[Any], list[torch.Tensor]],
+        spec: OpSpec | None = None,
+    ) -> Any:
+        self._boundaries.append(name)
+        leaves = pytree.tree_leaves([args, kwargs])
+        self.frozen.append(tuple(v for v in leaves if not isinstance(v, torch.Tensor)))
+        if not self._breaks:
+            self._begin(name)
+            result = kernel(*args, **kwargs)
+            self._mask_padding(padded_of(result))
+            return result
+        self._end()
+        with handle_breaks(None):
+            result = kernel(*args, **kwargs)
+            padded = padded_of(result)
+            zero_padding(padded)
+        bind = spec.bind if spec is not None else None
+        result, step = self._bind(name, kernel, args, kwargs, result, padded, bind)
+        self._steps.append((name, False, step))
+        if self._within is not None:
+            self._begin(self._within)
+        return result
+
+    def finish(self, outputs: Sequence[Any]) -> Entry:
+        """End the last segment and return the entry."""
+        self._end()
+        held = [self._engine.hold(t) for t in outputs]
+        return Entry(
+            steps=tuple(_ranged(n, s) if self._ranges else s for n, _, s in self._steps),
+            names=tuple(n for n, _, _ in self._steps),
+            is_region=tuple(r for _, r, _ in self._steps),
+            outputs=held,
+            boundaries=tuple(self._boundaries),
+            keep=self._keep,
+        )
+
+    def abort(self) -> None:
+        """Leave the open segment, if any; the session cannot be used any more."""
+        self._context.in_segment = False
+        self._open = []
+        self._engine.abort()
+        self._steps.clear()
+        self._keep.clear()
+
+    # -- segments --
+
+    def _begin(self, name: str) -> None:
+        if not self._open:
+            self._engine.begin()
+            self._context.in_segment = True
+        self._open.append(name)
+
+    def _end(self) -> None:
+        if not self._open:
+            return
+        name = "+".join(self._open) if len(self._open) <= 2 else f"{self._open[0]}…{self._open[-1]}"
+        self._context.in_segment = False
+        replay = self._engine.end()
+        self._open = []
+        if replay is not None:
+            self._steps.append((name, True, replay))
+
+    # -- splitting ops --
+
+    def _bind(
+        self,
+        name: str,
+        kernel: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+        padded: list[torch.Tensor],
+        bind: Callable[..., Step | None] | None,
+    ) -> tuple[Any, Step]:
+        """Return the op's result as later pieces may see it, and the step that recomputes it."""
+
+        def hold(value: Any) -> Any:
+            return self._engine.hold(value) if isinstance(value, torch.Tensor) else value
+
+        held_args = pytree.tree_map(hold, args)
+        held_kwargs = pytree.tree_map(hold, kwargs)
+        bound = bind(*held_args, **held_kwargs) if bind is not None else None
+        self._keep += [held_args, held_kwargs] if bound is not None else []
+        run = bound or functools.partial(kernel, *held_args, **held_kwargs)
+        fresh = _fresh_tensors(result, [*args, *kwargs.values()])
+        if fresh:
+            # A functional op gives new memory each time; the next segment needs a fixed address.
+            bridges = [t.clone() for t in fresh]
+            self._keep += bridges
+            swap = {id(t): b for t, b in zip(fresh, bridges, strict=True)}
+            rows = [swap[id(t)] if id(t) in swap else hold(t) for t in padded]
+            result = pytree.tree_map(lambda t: swap.get(id(t), t), result)
+            return result, _bridged(run, bridges, name, rows)
+        if padded:
+            return result, _zeroing(run, [hold(t) for t in padded])
+        return result, run
+
+    def _mask_padding(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Zero padding rows with device values only, as a captured segment must."""
+        for tensor in tensors:
+            rows = torch.arange(tensor.shape[0], device=tensor.device)
+            padding = rows >= self._context.num_tokens_tensor
+            tensor.masked_fill_(padding.view(-1, *([1] * (tensor.dim() - 1))), 0)
+
+
+def _fresh_tensors(result: Any, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors of `result` that share no memory with the op's inputs."""
+    known = {
+        t.untyped_storage().data_ptr()
+        for t in pytree.tree_leaves(inputs)
+        if isinstance(t, torch.Tensor)
+    }
+    return [
+        t
+        for t in pytree.tree_leaves(result)
+        if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known
+    ]
+
+
+def _bridged(run: Step, bridges: list[torch.Tensor], name: str, rows: list[torch.Tensor]) -> Step:
+    def step() -> None:
+        fresh = [t for t in pytree.tree_leaves(run()) if isinstance(t, torch.Tensor)]
+        for bridge, tensor in zip(bridges, fresh, strict=True):
+            if bridge.shape != tensor.shape:
+                raise CaptureError(
+                    f"{name}: gave shape {tuple(tensor.shape)}, at capture it gave "
+                    f"{tuple(bridge.shape)}; a splitting op between graphs must keep its shape."
+                )
+            bridge.copy_(tensor)
+        zero_padding(rows)
+
+    return step
+
+
+def _zeroing(run: Step, tensors: list[torch.Tensor]) -> Step:
+    def step() -> None:
+        run()
+        zero_padding(tensors)
+
+    return step
+
+
+def _ranged(name: str, step: Step) -> Step:
+    """Wrap a step in a profiler range that carries its piece's name."""
+
+    def ranged() -> None:
+        with torch.profiler.record_function(name):
+            step()
+
+    return ranged
+
+
+class _Listener(torch_private.RecordingMode):
+    """Hears the splitting ops that a piece calls through the dispatcher."""
+
+    def __init__(self, session: Session, boundaries: Boundaries) -> None:
+        super().__init__()
+        self._session, self._boundaries, self._heard = session, boundaries, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = str(func._schema.name)
+        if name not in self._boundaries.names:
+            return func(*args, **kwargs)
+        at, self._heard = self._heard, self._heard + 1
+        return self._session.at_op(func, at, self._boundaries, args, kwargs)

@@ -1,0 +1,78 @@
+"""What can be set, how it is read, and what it becomes.
+
+In: nested plain dicts, from Hydra, YAML or a caller. Out: one `Config`, resolved and within limits.
+Knows nothing of models, graphs or the disk; only `compose` and `devices` import more than Python.
+"""
+
+from pcgsvc.config.limits import validate, validate_sizing
+from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting
+from pcgsvc.config.resolve import listed, resolve, schedule
+from pcgsvc.config.schema import (
+    AUTO,
+    AttentionConfig,
+    BenchConfig,
+    CacheAction,
+    CacheConfig,
+    CacheMode,
+    CaptureConfig,
+    CompareConfig,
+    Compiler,
+    CompilerConfig,
+    Config,
+    DebugConfig,
+    ErrorMode,
+    ExplainConfig,
+    Graphs,
+    Job,
+    Mode,
+    ModelConfig,
+    MoeBackend,
+    MoeConfig,
+    OnUncovered,
+    Outputs,
+    PartitionConfig,
+    Policy,
+    SizingConfig,
+    Strategy,
+    SweepConfig,
+)
+
+__all__ = [
+    "AUTO",
+    "AttentionConfig",
+    "BenchConfig",
+    "CacheAction",
+    "CacheConfig",
+    "CacheMode",
+    "CaptureConfig",
+    "CompareConfig",
+    "Compiler",
+    "CompilerConfig",
+    "Config",
+    "DebugConfig",
+    "ErrorMode",
+    "ExplainConfig",
+    "Graphs",
+    "Job",
+    "Mode",
+    "ModelConfig",
+    "MoeBackend",
+    "MoeConfig",
+    "OnUncovered",
+    "Outputs",
+    "PartitionConfig",
+    "Policy",
+    "SizingConfig",
+    "Strategy",
+    "SweepConfig",
+    "copy",
+    "from_dict",
+    "listed",
+    "replace",
+    "resolve",
+    "schedule",
+    "to_dict",
+    "unknown_setting",
+    "validate",
+    "validate_sizing",
+]

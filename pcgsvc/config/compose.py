@@ -1,0 +1,242 @@
+"""The one door from Hydra to plain dataclasses.
+
+In: overrides as on the command line. Out: a `Config`, or one per job of a sweep. Works in a process
+that uses Hydra itself, and in threads: Hydra's process-wide state is left as it was.
+Besides `app` and what Hydra calls in `sweeps`, the only module that sees a DictConfig.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from hydra.version import VersionBase
+from omegaconf import DictConfig, OmegaConf
+
+from pcgsvc.config.parse import from_dict, to_dict, unknown_setting
+from pcgsvc.config.schema import Config
+from pcgsvc.errors import ConfigError
+
+CONFIG_MODULE = "pkg://pcgsvc.conf"
+SCHEMA = "pcgsvc_schema"
+
+_STORE_LOCK = threading.Lock()
+"""Hydra's config store is process-wide; our entry is in it only while this lock is held. The host
+knows no such lock: a dict that it may be walking through is replaced, never changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What a command line asks for."""
+
+    jobs: list[Config]
+    """In Hydra's order. Under a sweeper other than Hydra's basic one: the one job that stands for
+    what is the same in all of them."""
+    multirun: bool
+    """Whether it is a sweep, be it of one job."""
+    overrides: list[list[str]] | None
+    """The overrides of each job, without Hydra's own; None: only the sweeper knows its jobs."""
+
+
+def schema_node() -> DictConfig:
+    """Return all settings with their defaults; a name that is not in it is refused."""
+    node = OmegaConf.create(to_dict(Config()))
+    for free in (node.compiler.options, node.model.kwargs, node.model.inputs):
+        OmegaConf.set_struct(free, False)  # any name may stand there
+    return node
+
+
+def register_schema() -> None:
+    """Put the defaults where Hydra's own entry finds them; for a process that is ours."""
+    ConfigStore.instance().store(name=SCHEMA, node=schema_node())
+
+
+def compose(
+    overrides: Sequence[str], *, config_dir: str | None = None, config_name: str = "config"
+) -> Config:
+    """Compose and convert one config; nothing is validated beyond kinds and names.
+
+    Args:
+        overrides: as on the command line.
+        config_dir: folder with more YAML files, searched before ours.
+        config_name: primary config.
+
+    Raises:
+        ConfigError: Hydra cannot compose it, or a setting is unknown or of the wrong kind.
+    """
+    with open_loader(config_dir) as loader:
+        return from_tree(load_tree(loader, config_name, overrides))
+
+
+def compose_command(
+    overrides: Sequence[str],
+    *,
+    multirun: bool,
+    config_dir: str | None = None,
+    config_name: str = "config",
+) -> Command:
+    """Compose every job that Hydra would run for a command line, in its order.
+
+    Jobs of a sweeper other than Hydra's basic one cannot be known beforehand: what is the same in
+    all of them is composed as one job.
+
+    Args:
+        overrides: as on the command line, Hydra's own settings (`hydra.…`) included.
+        multirun: whether `-m` was given; `hydra.mode=MULTIRUN` says the same.
+        config_dir: folder with more YAML files, searched before ours.
+        config_name: primary config.
+
+    Raises:
+        ConfigError: as `compose`, for any one job.
+    """
+    with open_loader(config_dir) as loader:
+        whole = load_tree(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
+        if not multirun and whole.hydra.mode is not RunMode.MULTIRUN:
+            jobs, known = [list(overrides)], False
+        else:
+            multirun = True
+            load_tree(loader, config_name, overrides, RunMode.MULTIRUN)  # refuses hydra.x=1,2
+            jobs, known = _sweep(loader, whole.hydra.sweeper, overrides)
+        return Command(
+            jobs=[from_tree(load_tree(loader, config_name, job)) for job in jobs],
+            multirun=multirun,
+            overrides=[[o for o in job if not _is_hydra(o)] for job in jobs] if known else None,
+        )
+
+
+def from_tree(tree: Any) -> Config:
+    """Convert what Hydra composed, or any mapping (OmegaConf's nodes in it resolved).
+
+    Hydra's own node is left out: its resolvers work only while Hydra itself runs.
+    """
+    if not isinstance(tree, Mapping):
+        raise ConfigError(
+            f"config: got {type(tree).__name__}; a Config, a mapping or a DictConfig is needed."
+        )
+    with readable():
+        plain = {str(key): _plain(tree[key]) for key in tree if key != "hydra"}
+    return from_dict(plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with all of OmegaConf's nodes in it resolved; the value itself stays."""
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+# ---- Hydra's loader ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
+    """Yield a loader over the packaged and the user's YAML; Hydra's globals are put back after."""
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"config_dir: '{config_dir}' is no folder.")
+    search_path = create_config_search_path(CONFIG_MODULE)
+    if config_dir is not None:
+        search_path.prepend("user", f"file://{Path(config_dir).resolve()}")
+    with _STORE_LOCK:
+        store, version = ConfigStore.instance(), VersionBase.instance()
+        known = f"{SCHEMA}.yaml" in store.repo
+        base = version.version_base  # composing sets it where the process has not
+        store.repo = dict(store.repo)
+        register_schema()
+        try:
+            yield ConfigLoaderImpl(config_search_path=search_path)
+        finally:
+            version.version_base = base
+            if not known:
+                store.repo = {k: v for k, v in store.repo.items() if k != f"{SCHEMA}.yaml"}
+
+
+def load_tree(
+    loader: ConfigLoaderImpl,
+    config_name: str,
+    overrides: Sequence[str],
+    run_mode: RunMode = RunMode.RUN,
+    *,
+    check_sweep: bool = True,
+) -> DictConfig:
+    """Compose with Hydra; a primary config of the user's may name no job, so one is named first."""
+    with readable():
+        return loader.load_configuration(
+            config_name=config_name,
+            overrides=["hydra.job.name=pcgsvc", *overrides],
+            run_mode=run_mode,
+            validate_sweep_overrides=check_sweep,
+        )
+
+
+def _sweep(
+    loader: ConfigLoaderImpl, sweeper: DictConfig, overrides: Sequence[str]
+) -> tuple[list[list[str]], bool]:
+    """Return the overrides of each job of a multirun, and whether these are all its jobs."""
+    with readable():
+        own = [o for o in overrides if _is_hydra(o)]
+        parser = OverridesParser.create(config_loader=loader)
+        params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+        swept = parser.parse_overrides(params + [o for o in overrides if not _is_hydra(o)])
+        if not sweeper._target_.endswith(f".{BasicSweeper.__name__}"):
+            fixed = [o.input_line for o in swept if not o.is_sweep_override()]
+            return [own + [line for line in fixed if line is not None]], False
+        (batch,) = BasicSweeper.split_arguments(swept, max_batch_size=None)
+        return [own + job for job in batch], True
+
+
+def _is_hydra(override: str) -> bool:
+    """Whether an override sets something of Hydra's own."""
+    key = override.lstrip("+~").partition("=")[0]
+    return key == "hydra" or key.startswith(("hydra.", "hydra/"))
+
+
+# ---- Hydra's messages ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """Turn whatever Hydra and OmegaConf raise for bad input into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    # Bad input raises yaml's errors, AssertionError, AttributeError and ValueError, too.
+    except Exception as error:
+        raise ConfigError(words_of(error)) from error
+
+
+def words_of(error: BaseException) -> str:
+    """Return what Hydra or OmegaConf said, with what was most probably meant."""
+    text = str(error).strip() or type(error).__name__
+    cause = error.__cause__
+    if cause is not None and str(cause).strip() not in text:
+        text = f"{text}\n{cause}"
+    first = text.split("\n", 1)[0]
+    if first.startswith("Could not override '"):
+        key = first.split("'")[1]
+        if not key.startswith("hydra."):  # "use +key" would be refused as well
+            return unknown_setting(key)
+    text = text.partition("Config search path:")[0]
+    lines = [s for s in text.splitlines() if s.strip() and "object_type=" not in s]
+    if "Ambiguous value" in text:
+        lines = [first, "Write a list as capture.sizes='[1,2,4]', or add -m to sweep."]
+    elif any(w in text for w in ("mismatched input", "extraneous input", "LexerNoViable")):
+        lines.append(
+            "Quote lists and special characters for the shell, and text for Hydra as well: "
+            "capture.sizes='[1,2,4]', prompt='\"one, two\"'."
+        )
+    elif "Unsupported interpolation type hydra" in text or "HydraConfig was not set" in text:
+        lines.append("${hydra:…} is known only while a job runs; the report lies in its folder.")
+    return "\n".join(lines)

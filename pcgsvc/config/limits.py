@@ -1,0 +1,204 @@
+"""Ranges and combinations of settings that can be judged without building anything.
+
+In: a resolved config. Out: nothing, or a `ConfigError`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pcgsvc.config.parse import to_dict
+from pcgsvc.config.resolve import listed
+from pcgsvc.config.schema import (
+    CaptureConfig,
+    Compiler,
+    CompilerConfig,
+    Config,
+    Graphs,
+    Mode,
+    OnUncovered,
+    SizingConfig,
+    Strategy,
+)
+from pcgsvc.errors import ConfigError
+
+_MAX_SEED = 2**63 - 2  # torch's generators take 64 bits with a sign, and seed + 1 is used as well
+
+
+def validate(config: Config, *, device_type: str) -> None:
+    """Check every range and every combination that can be judged without building anything.
+
+    Args:
+        config: a resolved config.
+        device_type: `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: naming the setting, what was got and what to do.
+    """
+    _validate_sizes(config.capture)
+    for path, value, least in (
+        ("attention.block_size", config.attention.block_size, 1),
+        ("attention.max_model_len", config.attention.max_model_len, 1),
+        ("attention.max_num_reqs", config.attention.max_num_reqs, 1),
+        ("attention.num_blocks", config.attention.num_blocks, 2),
+        ("attention.max_cache_bytes", config.attention.max_cache_bytes, 1),
+        ("capture.uniform_query_len", config.capture.uniform_query_len, 1),
+        ("capture.memory_budget", config.capture.memory_budget, 1),
+        ("capture.warmup_calls", config.capture.warmup_calls, 1),
+        ("cache.max_bytes", config.cache.max_bytes, 1),
+        ("cache.lock_timeout_s", config.cache.lock_timeout_s, 0),
+        ("compiler.threads", config.compiler.threads, 1),
+        ("bench.repeats", config.bench.repeats, 1),
+        ("sweep.timeout_s", config.sweep.timeout_s, 1),
+        ("max_new_tokens", config.max_new_tokens, 1),
+        ("max_traffic_calls", config.max_traffic_calls, 1),
+        ("seed", config.seed, 0),
+    ):
+        _at_least(path, value, least)
+    if config.seed > _MAX_SEED:
+        raise ConfigError(f"seed: got {config.seed}, at most {_MAX_SEED} is possible.")
+    _validate_combinations(config, device_type)
+    validate_sizing(config)
+
+
+def _at_least(path: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{path}: got {value}, at least {least} is needed.")
+
+
+def validate_sizing(config: Config) -> None:
+    """Check what choosing capture sizes reads; before `capture.sizes=auto:FILE` is replaced."""
+    sizing, unset = config.sizing, SizingConfig()
+    _at_least("capture.uniform_query_len", config.capture.uniform_query_len, 1)
+    _at_least("sizing.count", sizing.count, 1)
+    _at_least("sizing.max_count", sizing.max_count, 1)
+    _at_least("sizing.min_gain", sizing.min_gain, 0)
+    _at_least("sizing.fixed_us", sizing.fixed_us, 0)
+    if sizing.min_gain > 1:
+        raise ConfigError(f"sizing.min_gain: got {sizing.min_gain}, at most 1 is possible.")
+    if sizing.row_us <= 0:
+        raise ConfigError(f"sizing.row_us: got {sizing.row_us}, a number above 0 is needed.")
+    modelled = (sizing.fixed_us, sizing.row_us) != (unset.fixed_us, unset.row_us)
+    if sizing.cost is not None and modelled:
+        raise ConfigError(
+            "sizing.fixed_us and sizing.row_us: set, but sizing.cost is there, whose report gives "
+            "the times; leave one of them out."
+        )
+
+
+def _validate_sizes(capture: CaptureConfig) -> None:
+    sizes = listed(capture)
+    if capture.max_size is not None and capture.max_size < 1:
+        raise ConfigError(f"capture.max_size: got {capture.max_size}, at least 1 is needed.")
+    if not sizes:
+        raise ConfigError("capture.sizes: got [], at least one size is needed; or set mode=none.")
+    bad = [s for s in sizes if s < 1]
+    if bad:
+        raise ConfigError(
+            f"capture.sizes: got {bad} among {sizes}; sizes are token counts, at least 1."
+        )
+    twice = sorted({s for s in sizes if sizes.count(s) > 1})
+    if twice:
+        raise ConfigError(f"capture.sizes: {twice} stand twice in {sizes}; name each size once.")
+    if min(sizes) > (capture.max_size or 0):
+        raise ConfigError(
+            f"capture.max_size: got {capture.max_size}, which is below every capture size {sizes}; "
+            "raise it, or name smaller sizes."
+        )
+
+
+def _validate_combinations(config: Config, device_type: str) -> None:
+    if config.capture.graphs is Graphs.CUDA and device_type != "cuda":
+        raise ConfigError(
+            f"capture.graphs: got 'cuda' with device={config.device!r}, which is no GPU; "
+            "use capture.graphs=recorded or auto, or device=cuda."
+        )
+    if config.capture.graphs is Graphs.RECORDED and device_type == "cuda":
+        raise ConfigError(
+            "capture.graphs: got 'recorded' with a CUDA device; recordings are the CPU's stand-in. "
+            "Use capture.graphs=cuda, auto or off."
+        )
+    if config.capture.graphs is Graphs.OFF and config.mode is not Mode.NONE:
+        for path, refuses in (
+            ("on_uncovered=error", config.on_uncovered is OnUncovered.ERROR),
+            ("strict=true", config.strict),
+        ):
+            if refuses:
+                raise ConfigError(
+                    f"capture.graphs: got 'off' with {path} and mode={config.mode.value}, so that "
+                    "every call would be refused; set mode=none, or capture graphs."
+                )
+    if config.partition.strategy is Strategy.INDUCTOR:
+        if config.compiler.name is not Compiler.INDUCTOR:
+            raise ConfigError(
+                "partition.strategy: got 'inductor' with compiler=eager; it partitions what "
+                "Inductor has fused. Use compiler=inductor, or partition.strategy=fx."
+            )
+        if device_type != "cuda":
+            raise ConfigError(
+                f"partition.strategy: got 'inductor' with device={config.device!r}: on the CPU "
+                "Inductor makes no partitions and its kernels cannot be recorded. Use "
+                "partition.strategy=fx, or device=cuda."
+            )
+    breakable = config.partition.strategy is Strategy.BREAKABLE
+    if breakable and config.compiler.name is Compiler.INDUCTOR and device_type != "cuda":
+        raise ConfigError(
+            "compiler: got 'inductor' with partition.strategy=breakable on the CPU, whose Inductor "
+            "kernels cannot be recorded. Use compiler=eager, or device=cuda."
+        )
+    if config.partition.compile_modules is not None and not (
+        breakable and config.compiler.name is Compiler.INDUCTOR
+    ):
+        raise ConfigError(
+            "partition.compile_modules: set, but it is read with partition.strategy=breakable and "
+            "compiler=inductor only."
+        )
+    _validate_compiler(config.compiler)
+    _validate_specialized(config)
+    if config.debug.poison and config.capture.graphs is not Graphs.RECORDED:
+        raise ConfigError(
+            f"debug.poison: needs capture.graphs=recorded, got {config.capture.graphs.value!r}."
+        )
+
+
+def _validate_compiler(compiler: CompilerConfig) -> None:
+    """Refuse settings of Inductor's where it is not used."""
+    if compiler.options.get("freezing"):
+        raise ConfigError(
+            "compiler.options.freezing: it folds weights into the code, where "
+            "runner.load_state_dict and other updates would not be seen; leave it out."
+        )
+    unset = to_dict(CompilerConfig(name=compiler.name))
+    changed = [name for name, value in to_dict(compiler).items() if value and value != unset[name]]
+    if changed and compiler.name is not Compiler.INDUCTOR:
+        raise ConfigError(
+            f"compiler.{changed[0]}: set, but compiler=eager does not read it; use "
+            "compiler=inductor."
+        )
+
+
+def _validate_specialized(config: Config) -> None:
+    """Refuse exact sizes that no call could reach."""
+    wanted, limit = config.compiler.specialize_sizes, config.capture.max_size
+    captured = sorted(s for s in listed(config.capture) if limit is None or s <= limit)
+    bad = [s for s in wanted if s < 1]
+    if bad:
+        raise ConfigError(
+            f"compiler.specialize_sizes: got {bad} among {wanted}; sizes are token counts, at "
+            "least 1."
+        )
+    twice = sorted({s for s in wanted if wanted.count(s) > 1})
+    if twice:
+        raise ConfigError(
+            f"compiler.specialize_sizes: {twice} stand twice in {wanted}; name each size once."
+        )
+    unreachable = [s for s in wanted if s not in captured]
+    if unreachable:
+        raise ConfigError(
+            f"compiler.specialize_sizes: {unreachable} are no capture sizes, so calls of that size "
+            f"are padded to another one and never get there. Capture sizes: {captured}. Add them "
+            "to capture.sizes, or leave them out here."
+        )
+    if wanted and config.partition.strategy is Strategy.BREAKABLE:
+        raise ConfigError(
+            "compiler.specialize_sizes: not read with partition.strategy=breakable; use "
+            "partition.strategy=fx or inductor."
+        )

@@ -1,0 +1,5 @@
+"""A model's forward as callers see it: arguments, fixed arguments, results, batches, samples.
+
+In: a module with example arguments. Out: a `Request`, and the static memory of a step.
+Knows nothing of models by name, tracing, compilers or graphs.
+"""

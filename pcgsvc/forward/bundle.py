@@ -1,0 +1,67 @@
+"""What a model family hands to the pipeline.
+
+In: nothing. Out: `ModelBundle`, the one type that the pipeline knows of models. Knows nothing of
+tracing or graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pcgsvc.forward.arguments import Arguments, DynamicDims, MakeInputs
+from pcgsvc.ops.attention import AttentionSpec
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back, for models that generate."""
+
+    eos_token_ids: frozenset[int]
+    """Ids that end a generation."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of plain `text`, special tokens included where the model wants them."""
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Return the ids of one user message under the model's chat template."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of `ids` without special tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSpec:
+    """What turns texts into an encoder's tokens; see `pcgsvc.serve.embed`."""
+
+    max_length: int
+    """Longest text in tokens, special ones included."""
+    encode: Callable[[str, int | None], list[int]] | None = None
+    """`encode(text, most)`: ids with special tokens, of no more than `most` unless that is None;
+    None: there is no tokenizer."""
+
+
+@dataclass(kw_only=True)
+class ModelBundle:
+    """A built model and what must be known to trace, verify and run it."""
+
+    module: Callable[..., Any]
+    """Called with inputs by name; an nn.Module in eval mode, on its device, without grad."""
+    make_inputs: MakeInputs
+    """`make_inputs(rows, generator)`: fresh valid inputs by the forward's argument names."""
+    dynamic_dims: DynamicDims
+    """Which dimension, or dimensions, of which input carry the rows (tokens)."""
+    attention: AttentionSpec | None = None
+    """Set for models whose boundaries are `pcgsvc::attention`."""
+    tokenizer: Tokenizer | None = None
+    is_language_model: bool = False
+    """Takes (input_ids [T], positions [T]) and returns logits [T, vocab]."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What decides the forward besides its code and tensors, in JSON types, for its key."""
+    embedding: EmbeddingSpec | None = None
+    """Set for encoders: takes (input_ids [T], positions [T], token_types [T]) and returns hidden
+    rows [T, E]."""
+    arguments: Arguments | None = None
+    """The forward's arguments; None: its inputs, and no others."""
+    source_files: list[str] = field(default_factory=list)
+    """Files whose text decides what the forward computes, besides those that tracing reads."""

@@ -1,0 +1,169 @@
+"""What is to be built: a config with its model, or a caller's own module.
+
+In: a config, or a module with example arguments. Out: a `Request`, and the static memory that it
+asks for. Knows nothing of tracing, compilers or graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pcgsvc.config import Config, resolve, validate
+from pcgsvc.config.devices import dtype_name, dtype_of, module_dtype
+from pcgsvc.forward.arguments import (
+    Arguments,
+    DynamicDims,
+    MakeInputs,
+    check_module,
+    checked,
+    input_specs,
+    read_arguments,
+    resampler,
+)
+from pcgsvc.forward.bundle import ModelBundle
+from pcgsvc.forward.process import BUILD_LOCK
+from pcgsvc.forward.samples import Samples
+from pcgsvc.forward.specs import Binding, InputSpec
+from pcgsvc.forward.workspace import ShapeWorkspace, Workspace, cache_geometry, usable_sizes
+from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
+from pcgsvc.ops.backends import find_backend
+from pcgsvc.sizing.auto import with_sizes
+from pcgsvc.sizing.choice import SizePlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Planned:
+    """What is special about a request of which nothing is built."""
+
+    target: torch.device
+    """The device that is planned for. Where this machine lacks it, `Request.device` is the CPU."""
+    fake: contextlib.AbstractContextManager[Any]
+    """A block in which tensors have no memory; does nothing if the model needs real ones."""
+    notes: list[str]
+    """What a reader of the plan must know."""
+    warnings: list[str]
+    """What the plan could not do as it should."""
+    backend: type[AttentionBackend] | None = None
+    """Holds the KV cache in place of a backend that cannot be made on this machine."""
+
+
+@dataclass(kw_only=True)
+class Request:
+    """What is to be built."""
+
+    config: Config
+    """Resolved and validated."""
+    device: torch.device
+    bundle: ModelBundle
+    inputs: list[InputSpec]
+    arguments: Arguments
+    """Which arguments of the forward are inputs, and what the others are fixed at."""
+    weights_s: float = 0.0
+    """How long the model took to build, in seconds."""
+    planned: Planned | None = None
+    """Set for `job=plan`: the model's tensors have shapes and no memory."""
+    sizes: SizePlan | None = None
+    """How the capture sizes were chosen; None: they were named, or are the default schedule."""
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Arguments that are no tensors; frozen."""
+        return dict(self.arguments.constants)
+
+
+def request_for(
+    module: Callable[..., Any],
+    example_inputs: Any,
+    dynamic_dims: DynamicDims,
+    config: Config,
+    *,
+    make_inputs: MakeInputs | None = None,
+    attention: AttentionSpec | None = None,
+) -> Request:
+    """Return the request for a caller's own module; see `pipeline.build_runner`."""
+    arguments, tensors = read_arguments(module, example_inputs)
+    specs = input_specs(tensors, dynamic_dims)
+    device = specs[0].example.device
+    config, sizes = with_sizes(config, own_module=True)
+    given = resolve(config, device_type=device.type)
+    if config.dtype is None and module_dtype(module) is not None:
+        given.dtype = dtype_name(module)
+    validate(given, device_type=device.type)
+    check_module(module, device)
+    bundle = ModelBundle(
+        module=module,
+        make_inputs=resampler(specs) if make_inputs is None else checked(make_inputs, specs),
+        dynamic_dims=dict(dynamic_dims),
+        attention=attention,
+    )
+    if attention is not None:
+        find_backend(given.attention.name).check(device)
+    return Request(
+        config=given, device=device, bundle=bundle, inputs=specs, arguments=arguments, sizes=sizes
+    )
+
+
+def arguments_of(bundle: ModelBundle, inputs: Sequence[InputSpec]) -> Arguments:
+    """Return the arguments of a bundle's forward: its inputs, unless it says more."""
+    names = [spec.name for spec in inputs]
+    return bundle.arguments or Arguments(inputs=names, order=names)
+
+
+def attention_of(request: Request) -> type[AttentionBackend] | None:
+    """Return the attention backend's class, or None for a model without attention."""
+    if request.bundle.attention is None:
+        return None
+    return find_backend(request.config.attention.name)
+
+
+def make_workspace(
+    request: Request, bindings: Sequence[Binding], tensors: Mapping[str, torch.Tensor]
+) -> Workspace:
+    """Allocate the static memory of a runner."""
+    config, spec = request.config, request.bundle.attention
+    sizes, _ = usable_sizes(config)
+    max_tokens = max(sizes)
+    max_reqs = config.attention.max_num_reqs or max_tokens
+    geometry, attention, backend = None, None, attention_of(request)
+    planned = request.planned
+    if planned is not None and planned.backend is not None:
+        backend = planned.backend
+    if spec is not None and backend is not None:
+        geometry = cache_geometry(config, spec, max_tokens=max_tokens, max_reqs=max_reqs)
+        attention = backend(
+            spec,
+            num_blocks=geometry.num_blocks,
+            block_size=geometry.block_size,
+            device=request.device,
+            dtype=dtype_of(config),
+        )
+    kind = Workspace if planned is None else ShapeWorkspace
+    return kind(
+        inputs=request.inputs,
+        bindings=bindings,
+        tensors=tensors,
+        max_tokens=max_tokens,
+        max_reqs=max_reqs,
+        attention=attention,
+        geometry=geometry,
+        device=request.device,
+        stream=BUILD_LOCK.take_stream(request.device) if planned is None else None,
+    )
+
+
+def make_samples(request: Request, workspace: Workspace, *, seed: int | None = None) -> Samples:
+    """Return the source of the steps that a build makes up itself; `seed`: None: the config's."""
+    return Samples(
+        workspace,
+        request.bundle.make_inputs,
+        seed=request.config.seed if seed is None else seed,
+        query_len=request.config.capture.uniform_query_len,
+    )

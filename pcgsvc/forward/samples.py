@@ -1,0 +1,97 @@
+"""Batches and inputs that pcgsvc makes up itself: for capture, verification and timing.
+
+In: a workspace and a source of inputs. Out: valid inputs with a valid batch over scratch KV blocks.
+Knows nothing of graphs.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from pcgsvc.errors import BatchError
+from pcgsvc.forward.arguments import MakeInputs
+from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
+from pcgsvc.forward.specs import InputSpec
+from pcgsvc.forward.workspace import Workspace
+
+
+class Samples:
+    """A seeded source of steps."""
+
+    def __init__(
+        self, workspace: Workspace, make_inputs: MakeInputs, *, seed: int, query_len: int
+    ) -> None:
+        self._workspace = workspace
+        self._make_inputs = make_inputs
+        self._query_len = query_len
+        self._random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def inputs(self, rows: int) -> dict[str, torch.Tensor]:
+        """Return fresh valid inputs of `rows` rows on the runner's device."""
+        made = self._make_inputs(rows, self._generator)
+        return {k: v.to(self._workspace.device) for k, v in made.items()}
+
+    def batch(self, rows: int, *, uniform: bool) -> CheckedBatch:
+        """Return a batch of `rows` rows over scratch blocks.
+
+        Raises:
+            BatchError: there is no such batch (uniform rows that are no multiple of the query
+                length, more requests or blocks than the runner has).
+        """
+        lens = self._uniform(rows) if uniform else self._mixed(rows)
+        if len(lens) > self._workspace.max_reqs:
+            raise BatchError(
+                f"{len(lens)} requests are more than attention.max_num_reqs="
+                f"{self._workspace.max_reqs}"
+            )
+        geometry = self._workspace.geometry
+        seq_lens = None
+        if uniform and geometry is not None:  # decode: some past in each request's only block
+            room = min(geometry.block_size, geometry.max_model_len)
+            seq_lens = [max(n, self._random.randint(n, max(n, room))) for n in lens]
+        return check_batch(Batch(query_lens=lens, seq_lens=seq_lens), rows, geometry)
+
+    def _uniform(self, rows: int) -> list[int]:
+        if rows % self._query_len:
+            raise BatchError(
+                f"{rows} rows are no multiple of capture.uniform_query_len={self._query_len}"
+            )
+        return [self._query_len] * (rows // self._query_len)
+
+    def _mixed(self, rows: int) -> list[int]:
+        """Return one to four requests of uneven length, none longer than the model allows."""
+        geometry = self._workspace.geometry
+        limit = min(rows, geometry.max_model_len if geometry is not None else rows)
+        lens: list[int] = []
+        left = rows
+        while left:
+            most = min(left, limit)
+            last = len(lens) + 1 >= min(4, self._workspace.max_reqs)
+            take = most if last else self._random.randint(1, most)
+            lens.append(take)
+            left -= take
+        return lens
+
+
+def fill_junk(
+    specs: list[InputSpec], inputs: dict[str, torch.Tensor], first_row: int, *, zeros: bool
+) -> None:
+    """Overwrite the rows from `first_row` on: NaN for floats, for integers other valid values.
+
+    `zeros`: integers get zeros instead, as padding of a call does.
+    """
+    for spec in specs:
+        tensor = inputs[spec.name]
+        for dim in spec.dims:
+            rows = tensor.shape[dim]
+            tail = tensor.narrow(dim, first_row, rows - first_row)
+            if tensor.is_floating_point():
+                tail.fill_(float("nan"))
+            elif zeros:
+                tail.zero_()
+            elif rows > first_row:
+                order = torch.arange(rows - 1, first_row - 1, -1, device=tensor.device) % rows
+                tail.copy_(tensor.index_select(dim, order).clone())

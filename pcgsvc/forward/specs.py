@@ -1,0 +1,89 @@
+"""What a forward's tensors look like, and which row counts a graph of it is right for.
+
+In: nothing. Out: types that all later rooms read. Knows nothing of Dynamo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """How one tensor input of the forward looks."""
+
+    name: str
+    """Argument name."""
+    example: torch.Tensor
+    """Any valid value; only dtype, device and the shape outside `dims` count."""
+    dims: tuple[int, ...]
+    """Dimensions that carry the rows, ascending; empty for an input of fixed shape."""
+
+    def shape(self, rows: int) -> list[int]:
+        """Return the input's shape for a row count."""
+        return [rows if d in self.dims else n for d, n in enumerate(self.example.shape)]
+
+    def cut(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return the first rows of an input, as a view."""
+        for dim in self.dims:
+            tensor = tensor.narrow(dim, 0, rows)
+        return tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Shape and kind of a tensor; symbolic sizes are Python source in the row count `s`."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+    stride: tuple[int | str, ...]
+    offset: int | str
+    device: str
+    layout: str = "torch.strided"
+
+    def row_dims(self) -> tuple[int, ...]:
+        """Return the dimensions whose size is exactly the row count."""
+        return tuple(d for d, size in enumerate(self.shape) if size == "s")
+
+    def as_json(self) -> list[Any]:
+        """Return JSON types, for documents and hashes."""
+        shape, stride = list(self.shape), list(self.stride)
+        return ["tensor", self.dtype, shape, stride, self.offset, self.device, self.layout]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """What a graph input is bound to at run time."""
+
+    kind: str
+    """`size` (the row count), `input` (an argument), `param` (parameter or buffer), `constant`."""
+    name: str
+    """Argument name, fully qualified tensor name, or Dynamo's source of a captured tensor."""
+    spec: TensorSpec | None
+    """None for the size."""
+
+
+@dataclass(frozen=True)
+class SizePredicate:
+    """What the graph assumes of the row count `s`; replaces Dynamo's shape guards."""
+
+    conditions: tuple[str, ...]
+    """Python source over `s`; the graph is right for sizes that satisfy all."""
+    origins: tuple[str, ...] = ()
+    """The user's line behind each condition, or an empty string."""
+
+    def and_also(self, condition: str, origin: str) -> SizePredicate:
+        """Return a predicate with one more condition."""
+        return SizePredicate((*self.conditions, condition), (*self.origins, origin))
+
+    def broken_by(self, size: int) -> str | None:
+        """Return the first condition that `size` does not satisfy, with its origin, or None."""
+        space = {"s": size, "max": max, "min": min, "abs": abs, "__builtins__": {}}
+        for at, condition in enumerate(self.conditions):
+            if not eval(condition, space):
+                origin = self.origins[at] if at < len(self.origins) else ""
+                return f"{condition}{f' (from {origin})' if origin else ''}"
+        return None

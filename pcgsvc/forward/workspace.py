@@ -1,0 +1,216 @@
+"""The static memory of one runner: input buffers, step metadata, KV cache, stream.
+
+In: a program's bindings and a config. Out: bound values per size, and a filled context per step.
+Knows nothing of graphs. Not safe across threads; the runner's lock guards it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.config import Config, listed
+from pcgsvc.config.devices import dtype_of
+from pcgsvc.errors import ConfigError
+from pcgsvc.forward.batch import CacheGeometry, CheckedBatch, StepBuffers
+from pcgsvc.forward.specs import Binding, InputSpec
+from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
+from pcgsvc.ops.context import ForwardContext
+
+
+class Workspace:
+    """Buffers for steps of up to `max_tokens` rows and `max_reqs` requests."""
+
+    def __init__(
+        self,
+        *,
+        inputs: Sequence[InputSpec],
+        bindings: Sequence[Binding],
+        tensors: Mapping[str, torch.Tensor],
+        max_tokens: int,
+        max_reqs: int,
+        attention: AttentionBackend | None,
+        geometry: CacheGeometry | None,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.inputs = list(inputs)
+        self.bindings = list(bindings)
+        self.tensors = dict(tensors)
+        self.attention, self.geometry, self.device = attention, geometry, device
+        self.max_tokens, self.max_reqs = max_tokens, max_reqs
+        self.buffers = {spec.name: _buffer(spec, max_tokens, device) for spec in inputs}
+        self.step = self.step_buffers(max_tokens, max_reqs)
+        self.stream = stream
+        """The stream that everything of this runner runs on; None on the CPU."""
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+
+    def step_buffers(self, max_tokens: int, max_reqs: int) -> StepBuffers:
+        """Return metadata buffers of another size, for a call that fits no captured entry."""
+        return StepBuffers(
+            max_tokens=max_tokens,
+            max_reqs=max_reqs,
+            blocks_per_request=self.geometry.blocks_per_request if self.geometry else 0,
+            device=self.device,
+        )
+
+    def views(self, size: int) -> dict[str, torch.Tensor]:
+        """Return the input buffers cut to `size` rows; the same tensors each time."""
+        found = self._views.get(size)
+        if found is None:
+            found = {s.name: self._view(s, size) for s in self.inputs}
+            self._views[size] = found
+        return found
+
+    def _view(self, spec: InputSpec, size: int) -> torch.Tensor:
+        """Return a contiguous view of `size` rows over the start of an input's buffer."""
+        buffer = self.buffers[spec.name]
+        if not spec.dims:
+            return buffer
+        shape = spec.shape(size)
+        return buffer.view(-1)[: math.prod(shape)].view(shape)
+
+    def values(self, inputs: Mapping[str, torch.Tensor], size: int) -> list[Any]:
+        """Return one value per binding of the program."""
+        return [
+            size
+            if b.kind == "size"
+            else (inputs[b.name] if b.kind == "input" else self.tensors[b.name])
+            for b in self.bindings
+        ]
+
+    def load(self, inputs: Mapping[str, torch.Tensor], num_tokens: int, size: int) -> None:
+        """Copy a call's inputs into the static buffers; padding rows become zero."""
+        views = self.views(size)
+        for spec in self.inputs:
+            view, given = views[spec.name], inputs[spec.name]
+            if not spec.dims or num_tokens == size:
+                view.copy_(given, non_blocking=True)
+                continue
+            spec.cut(view, num_tokens).copy_(given, non_blocking=True)
+            for dim in spec.dims:
+                view.narrow(dim, num_tokens, size - num_tokens).zero_()
+
+    def context(
+        self,
+        batch: CheckedBatch,
+        size: int,
+        uniform_query_len: int | None = None,
+        *,
+        in_full_graph: bool = False,
+    ) -> ForwardContext:
+        """Fill the metadata of one step, have the attention plan it, and return its context."""
+        self.step.fill(batch, size)
+        context = self.step.context(
+            batch, size, self.attention, uniform_query_len, in_full_graph=in_full_graph
+        )
+        return self._planned(context)
+
+    def loose_context(self, batch: CheckedBatch) -> ForwardContext:
+        """Return a context without padding; buffers of its own if the static ones are short."""
+        rows, reqs = batch.num_tokens, len(batch.query_lens)
+        step = self.step
+        if rows > step.max_tokens or reqs > step.max_reqs:
+            step = self.step_buffers(max(rows, step.max_tokens), max(reqs, step.max_reqs))
+        step.fill(batch, rows)
+        return self._planned(step.context(batch, rows, self.attention))
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run a block on the runner's stream, ordered with the current one."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def static_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the memory that graphs were captured on, weights aside, by a name for messages."""
+        found = {f"input buffer {name}": buffer for name, buffer in self.buffers.items()}
+        if self.attention is not None:
+            layers = enumerate(self.attention.kv_cache)
+            found |= {f"KV cache of layer {at}": cache for at, cache in layers}
+        return found
+
+    def _planned(self, context: ForwardContext) -> ForwardContext:
+        if self.attention is not None:
+            self.attention.plan(context)
+        return context
+
+
+class ShapeWorkspace(Workspace):
+    """A workspace whose buffers have no memory, for plans; made inside a block of fake tensors.
+
+    The step metadata lies on the host: it is small, and filled through numpy.
+    """
+
+    def step_buffers(self, max_tokens: int, max_reqs: int) -> StepBuffers:
+        """See `Workspace.step_buffers`."""
+        with torch_private.real_tensors():
+            return StepBuffers(
+                max_tokens=max_tokens,
+                max_reqs=max_reqs,
+                blocks_per_request=self.geometry.blocks_per_request if self.geometry else 0,
+                device=torch.device("cpu"),
+            )
+
+
+def _buffer(spec: InputSpec, max_tokens: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(spec.shape(max_tokens), dtype=spec.example.dtype, device=device)
+
+
+def usable_sizes(config: Config) -> tuple[list[int], list[str]]:
+    """Return the capture sizes that are within `capture.max_size`, and what to warn of."""
+    sizes, limit = listed(config.capture), config.capture.max_size
+    usable = sorted(s for s in sizes if limit is None or s <= limit)
+    dropped = sorted(set(sizes) - set(usable))
+    if not dropped:
+        return usable, []
+    return usable, [f"capture.sizes: {dropped} are above capture.max_size={limit} and are dropped"]
+
+
+def cache_geometry(
+    config: Config, spec: AttentionSpec, *, max_tokens: int, max_reqs: int
+) -> CacheGeometry:
+    """Size the KV cache: null block, scratch blocks, and what the byte budget leaves for callers.
+
+    Raises:
+        ConfigError: `attention.num_blocks` is too small for one request of the longest length.
+    """
+    size = config.attention.block_size
+    longest = min(config.attention.max_model_len or spec.max_position, spec.max_position)
+    per_request = -(-longest // size)
+    scratch = max(max_tokens, per_request)
+    head = spec.num_kv_heads * spec.head_dim
+    block_bytes = 2 * spec.num_layers * size * head * dtype_of(config).itemsize
+    least = 1 + scratch + per_request
+    blocks = config.attention.num_blocks
+    if blocks is None:
+        room = config.attention.max_cache_bytes // block_bytes
+        blocks = min(1 + scratch + max_reqs * per_request, max(room, least))
+    if blocks < least:
+        raise ConfigError(
+            f"attention.num_blocks: got {blocks}; 1 null block, {scratch} scratch blocks and "
+            f"{per_request} for one request of {longest} tokens make {least}."
+        )
+    return CacheGeometry(
+        block_size=size, num_blocks=blocks, scratch_blocks=scratch, max_model_len=longest
+    )
+
+
+@contextlib.contextmanager
+def preserved(state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Put the content of tensors back at the end of a block."""
+    saved = {name: tensor.clone() for name, tensor in state.items()}
+    try:
+        yield
+    finally:
+        for name, tensor in state.items():
+            tensor.copy_(saved[name])

@@ -1,1 +1,0 @@
-"""Capture: program -> replay steps. In this process only; nothing here touches the disk."""

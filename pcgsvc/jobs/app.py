@@ -1,0 +1,277 @@
+"""The command line.
+
+In: `sys.argv`. Out: an exit code: 0 done, 1 a job failed (verification included), 2 bad
+configuration; of a sweep, 2 means that no job was run. Every job of a sweep is composed and
+validated before Hydra creates a folder; then Hydra's own entry takes over for output folders,
+logging and multirun, and calls `sweeps.task` for each job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from pcgsvc.config import Job
+from pcgsvc.config.compose import CONFIG_MODULE, Command, compose_command, register_schema, words_of
+from pcgsvc.config.settings import help_text
+from pcgsvc.errors import ConfigError
+from pcgsvc.jobs.sweep.outcome import BAD_CONFIG, FAILED, OK
+from pcgsvc.version import __version__
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def entry() -> None:
+    """Entry point of the `pcgsvc` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # an ASCII terminal shall not end a job
+    logging.raiseExceptions = False  # no traceback per log line when the reader (`| head`) is gone
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return its exit code."""
+    words = _Words(overrides=list(argv))
+    try:
+        words = _read_words(argv)
+        if words.help:
+            _say(help_text(_groups(), min(shutil.get_terminal_size().columns, 100)))
+            return OK
+        if words.version:
+            _say(f"pcgsvc {__version__} (hydra-core {hydra.__version__})")
+            return OK
+        if words.config_path is not None:
+            raise ConfigError(
+                "--config-path: pcgsvc needs its own settings; add yours with --config-dir."
+            )
+        with _own_folder_importable():
+            command = None if words.only_hydra else _check(words)
+            if command is not None and command.jobs[0].job is Job.CONFIG:
+                return _explain(words)
+            return _hand_over(argv, words, command)
+    except SystemExit as ended:  # argparse after a bad option, Hydra after its own help
+        return ended.code if isinstance(ended.code, int) else FAILED
+    except KeyboardInterrupt:
+        _say("pcgsvc: interrupted", error=True)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the last door: a message and a code, no traceback
+        if words.verbose:
+            traceback.print_exception(error)
+        return _complain(error)
+
+
+@contextlib.contextmanager
+def _own_folder_importable() -> Iterator[None]:
+    """Let `model.target` name modules of the folder that the command was started in.
+
+    `python -m pcgsvc` has it on the path already, the `pcgsvc` script has not. Last, so that no
+    file there stands in for an installed package.
+    """
+    folder = os.getcwd()
+    added = "" not in sys.path and folder not in sys.path
+    if added:
+        sys.path.append(folder)
+    try:
+        yield
+    finally:
+        if added and folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _complain(error: Exception) -> int:
+    """Print an error that no job has logged, and return its code."""
+    if isinstance(error, (ConfigError, HydraException, OmegaConfBaseException)):
+        text = str(error) if isinstance(error, ConfigError) else words_of(error)
+        _say(f"pcgsvc: {text}", error=True)
+        return BAD_CONFIG
+    _say(f"pcgsvc: {type(error).__name__}: {words_of(error)}", error=True)
+    return FAILED
+
+
+def _say(text: str, *, error: bool = False) -> None:
+    print(text, file=sys.stderr if error else sys.stdout)
+
+
+# ---- before Hydra --------------------------------------------------------------------------------
+
+
+class _Words(argparse.Namespace):
+    overrides: list[str]
+    multirun: bool
+    config_dir: str | None
+    config_path: str | None
+    config_name: str
+    help: bool
+    version: bool
+    only_hydra: bool
+
+    @property
+    def verbose(self) -> bool:
+        """Whether tracebacks are wanted; read here because composing itself may fail."""
+        values = [v for k, _, v in (o.partition("=") for o in self.overrides) if _is_verbose(k)]
+        return bool(values) and values[-1].lower() not in ("false", "null", "[]", "")
+
+
+def _is_verbose(key: str) -> bool:
+    return key.lstrip("+") == "hydra.verbose"
+
+
+def _read_words(argv: Sequence[str]) -> _Words:
+    """Read what pcgsvc must know of Hydra's command line; Hydra reads it again."""
+    parser = argparse.ArgumentParser(
+        prog="pcgsvc",
+        usage="pcgsvc [-m] [--config-dir DIR] [setting=value ...] (pcgsvc --help lists all)",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn", default="config")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--run", "-r", action="store_true")
+    for flags in (("--hydra-help",), ("--resolve",), ("--shell-completion", "-sc")):
+        parser.add_argument(*flags, dest="only_hydra", action="store_true")
+    parser.add_argument("--cfg", "-c")
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    parser.add_argument("--experimental-rerun")
+    words = parser.parse_intermixed_args(list(argv), namespace=_Words())
+    only = (words.cfg, words.info, words.experimental_rerun)
+    words.only_hydra = words.only_hydra or any(word is not None for word in only)
+    return words
+
+
+def _groups() -> dict[str, list[str]]:
+    """Return the shipped config groups with their options."""
+    found = {
+        folder.name: sorted(f.name.removesuffix(".yaml") for f in folder.iterdir())
+        for folder in resources.files("pcgsvc.conf").iterdir()
+        if folder.is_dir() and folder.name != "__pycache__"
+    }
+    return dict(sorted(found.items()))
+
+
+def _check(words: _Words) -> Command:
+    """Compose every job and check all of it that can be checked without building."""
+    from pcgsvc.jobs.preflight import check_command
+
+    setup_globals()  # Hydra's resolvers, such as ${now:…}; the process is ours
+    command = compose_command(
+        words.overrides,
+        multirun=words.multirun,
+        config_dir=words.config_dir,
+        config_name=words.config_name,
+    )
+    check_command(command)
+    if len(command.jobs) > 1 and any(config.job is Job.CONFIG for config in command.jobs):
+        raise ConfigError("job: got 'config' in a sweep; it explains one configuration at a time.")
+    return command
+
+
+def _explain(words: _Words) -> int:
+    from pcgsvc.jobs.explain import explain
+    from pcgsvc.report.tables import console
+
+    explain(words.overrides, console(), config_dir=words.config_dir, config_name=words.config_name)
+    return OK
+
+
+# ---- under Hydra ---------------------------------------------------------------------------------
+
+
+class _PackagedSettings(SearchPathPlugin):
+    """Adds our YAML behind a user's folder; Hydra's own `--config-dir` would put it before."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append to Hydra's search path."""
+        search_path.append(provider="pcgsvc", path=CONFIG_MODULE)
+
+
+def _hand_over(argv: Sequence[str], words: _Words, command: Command | None) -> int:
+    """Let Hydra run the job or the sweep, or show what it was asked for; return the exit code."""
+    from pcgsvc.jobs.sweep.task import run_task
+    from pcgsvc.jobs.sweep.whole import run_sweep
+
+    register_schema()
+    path = CONFIG_MODULE
+    if words.config_dir is not None:
+        path, argv = str(Path(words.config_dir).resolve()), _without_config_dir(argv)
+        Plugins.instance().register(_PackagedSettings)
+    hydra_main = hydra.main(version_base="1.3", config_path=path, config_name="config")
+    codes: list[int] = []
+
+    def task(composed: DictConfig) -> int:
+        codes.append(run_task(composed, None))
+        return codes[-1]
+
+    def launch(each: Callable[[DictConfig], int], override: str) -> None:
+        # Hydra's parser wants all overrides in one run, so this one stands before the first.
+        at = argv.index(words.overrides[0]) if words.overrides else len(argv)
+        _run(hydra_main(each), [*argv[:at], override, *argv[at:]], "hydra.sweep.dir")
+
+    if command is not None and command.multirun:
+        return run_sweep(command, launch, _complain)
+    _run(hydra_main(task), argv, "hydra.run.dir")
+    return max(codes, default=OK)
+
+
+def _run(entry: Callable[[], Any], argv: Sequence[str], setting: str) -> None:
+    with _hydra_raises(), _argv(argv):
+        try:
+            entry()
+        except OSError as error:  # a job's own are caught where it runs
+            raise ConfigError(
+                f"{setting}: the output folder cannot be made or written: {error}"
+            ) from error
+
+
+def _without_config_dir(argv: Sequence[str]) -> list[str]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    return parser.parse_known_args(list(argv))[1]
+
+
+@contextlib.contextmanager
+def _argv(argv: Sequence[str]) -> Iterator[None]:
+    """Give Hydra the command line where it looks for it."""
+    before, sys.argv = sys.argv, [sys.argv[0], *argv]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """Let errors of Hydra itself (an output folder that it cannot make) reach `main`."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before

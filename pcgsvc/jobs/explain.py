@@ -1,0 +1,113 @@
+"""`job=config`: what a setting means, what it is, who set it, and whether it is in cache keys.
+
+In: overrides as on the command line. Out: text on a console; nothing is written. Knows nothing of
+models or graphs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pcgsvc.config.settings import Setting, key_reason, unit_of, walk, word_of
+from pcgsvc.errors import ConfigError
+from pcgsvc.jobs.origins import Origin, compose_with_origins
+
+
+def explain(
+    overrides: Sequence[str],
+    out: Console,
+    *,
+    config_dir: str | None = None,
+    config_name: str = "config",
+) -> None:
+    """Print what `config.explain` names: one setting in full, a group or all of them as a table.
+
+    Raises:
+        ConfigError: no setting and no group has that name; the message names near ones.
+    """
+    config, origins = compose_with_origins(
+        overrides, config_dir=config_dir, config_name=config_name
+    )
+    name = config.config.explain
+    settings = list(walk())
+    if name is None:
+        _table(out, settings, origins)
+        return
+    one = [s for s in settings if s.path == name]
+    if one:
+        _full(out, one[0], origins[name])
+        return
+    group = [s for s in settings if s.path.startswith(f"{name}.")]
+    if not group:
+        raise ConfigError(_unknown(name, [s.path for s in settings]))
+    _table(out, group, origins)
+
+
+def _unknown(name: str, paths: Sequence[str]) -> str:
+    """Return the message for a name that there is not: near names, by their last part as well."""
+    groups = sorted({p.rpartition(".")[0] for p in paths} - {""})
+    last = name.rpartition(".")[2]
+    near = [p for p in paths if p.rpartition(".")[2] == last]
+    near += difflib.get_close_matches(name, [*paths, *groups], n=4)
+    ends = {p.rpartition(".")[2]: p for p in paths}
+    near += [ends[m] for m in difflib.get_close_matches(last, list(ends), n=3)]
+    meant = list(dict.fromkeys(near))[:5]
+    hint = f"; did you mean {' or '.join(meant)}?" if meant else "."
+    return (
+        f"config.explain: got {name!r}, which is no setting and no group{hint} "
+        f"Groups: {', '.join(groups)}; without config.explain all settings are listed."
+    )
+
+
+def _full(out: Console, setting: Setting, origin: Origin) -> None:
+    """Print one setting in full."""
+    reason = key_reason(setting.path)
+    rows = {
+        "meaning": setting.doc,
+        "unit": unit_of(setting),
+        "default": _default(setting),
+        "value": _value(origin.value),
+        "set by": origin.set_by,
+        "cache key": "in it" if reason is None else f"not in it: {reason}",
+    }
+    out.print(f"[bold]{setting.path}[/]")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=11, style="bold")
+    grid.add_column()
+    for label, text in rows.items():
+        grid.add_row(f"  {label}", escape(text))
+    out.print(grid)
+
+
+def _default(setting: Setting) -> str:
+    if setting.default is None:
+        return "null: chosen by pcgsvc, or left out"
+    return _value(setting.default)
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "null (worked out while building, or not used)"
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return word_of(value)
+
+
+def _table(out: Console, settings: Sequence[Setting], origins: dict[str, Origin]) -> None:
+    """Print one row per setting."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("setting", "value", "set by", "in key"):
+        table.add_column(name, overflow="fold")
+    for setting in settings:
+        origin = origins[setting.path]
+        value = "null" if origin.value is None else _value(origin.value)
+        known = "yes" if key_reason(setting.path) is None else "no"
+        table.add_row(setting.path, escape(value), escape(origin.set_by), known)
+    out.print(table)
+    out.print("job=config config.explain=SETTING says more of one", style="dim")

@@ -1,0 +1,242 @@
+"""When a traced graph allocates and frees memory, by row count.
+
+In: a traced graph and its partition. Out: `Event`s of one run at a size. Runs nothing: sizes are
+symbols of the trace, and a storage lives from the node that makes it to the last that reads it.
+Knows nothing of allocators.
+
+Under Inductor only some values get memory: those that cross a border of pieces, those that a
+kernel which Inductor does not write (a matrix product, a custom op) makes or reads, and those that
+are used more than once on both sides of such a kernel. All others are taken to be fused into the
+kernels that read them. A generated kernel writes its result over an input of that size that dies
+with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pcgsvc import torch_private
+from pcgsvc.jobs.plan.pool import Event
+from pcgsvc.ops.registry import find_spec
+from pcgsvc.program.pieces import Partition
+from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.nodes import mutated_args, op_names
+
+_LIBRARY_CALLS = (
+    *("linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "einsum", "conv", "grouped"),
+    *("scaled_dot_product_attention", "sort", "argsort", "topk", "unique"),
+)
+"""How the names begin of ops that Inductor leaves to a library or to a kernel of their own."""
+
+
+@dataclass
+class _Storage:
+    """Memory that one node makes."""
+
+    born: int
+    """Number of the node."""
+    size: int | CodeType
+    """Bytes, or their source over the row count `s`."""
+    last: int
+    """Number of the node, or of the end of the piece, after which it is free."""
+    boundary: bool
+    """Whether a splitting op makes it: a bridge outside the pool, where graphs break at it."""
+    real: bool = True
+    """Whether it gets memory, and is not fused away."""
+
+    def at(self, rows: int) -> int:
+        """Return its bytes for a row count."""
+        if isinstance(self.size, int):
+            return self.size
+        space = {"s": rows, "max": max, "min": min, "abs": abs, "__builtins__": {}}
+        return int(eval(self.size, space))
+
+
+class Lifetimes:
+    """The memory of one traced graph.
+
+    Args:
+        traced: the canonical graph.
+        plan: cut into regions and boundaries.
+        fused: whether Inductor compiles the regions.
+        whole: whether it compiles them as one graph, so that borders are no reason for memory.
+        results_only: count what regions hand out and nothing else: recordings of opaque pieces.
+        opaque_ops: whether a custom op that is not cut at is one step, as in recordings; else what
+            it allocates counts.
+    """
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        plan: Partition,
+        *,
+        fused: bool,
+        whole: bool = False,
+        results_only: bool = False,
+        opaque_ops: bool = False,
+    ) -> None:
+        self._plan, self._opaque_ops = plan, opaque_ops
+        nodes = [node for piece in plan.pieces for node in piece.nodes]
+        self._number = {node: at for at, node in enumerate(nodes)}
+        self._splitting = {
+            node: name for piece in plan.pieces for node, name in piece.splitting.items()
+        }
+        inputs = (n for n in traced.graph.nodes if n.op == "placeholder")
+        self._given = {sid for node in inputs for sid in _storages(node)}
+        self._home = {node: piece for piece in plan.pieces for node in piece.nodes}
+        self._generated: set[int] = set()
+        """Numbers of the nodes that Inductor writes the kernels of."""
+        self._found = self._find(traced, nodes, crossing_counts=not whole)
+        if fused:
+            self._fuse(nodes, results_only)
+
+    def _find(
+        self, traced: TracedGraph, nodes: list[torch.fx.Node], *, crossing_counts: bool
+    ) -> dict[int, _Storage]:
+        """Return the storages that nodes make, with their unfused lifetimes."""
+        ends = {p.index: max(self._number[n] for n in p.nodes) for p in self._plan.pieces}
+        output = next(n for n in traced.graph.nodes if n.op == "output")
+        results = {sid for node in output.all_input_nodes for sid in _storages(node)}
+        self._crossing = set(results)
+        found: dict[int, _Storage] = {}
+        for at, node in enumerate(nodes):
+            for sid, size in _sized(traced, node).items():
+                if sid not in self._given and sid not in found:
+                    found[sid] = _Storage(at, size, at, node in self._splitting)
+            piece = self._home[node]
+            for used in node.all_input_nodes:
+                outside = crossing_counts and self._home.get(used) is not piece
+                for sid in _storages(used):
+                    if sid in found:
+                        last = ends[piece.index] if outside else at
+                        found[sid].last = max(found[sid].last, last)
+                        if outside:
+                            self._crossing.add(sid)
+        for sid in results & found.keys():
+            found[sid].last = len(nodes)
+        return found
+
+    def _fuse(self, nodes: list[torch.fx.Node], results_only: bool) -> None:
+        """Take memory from what is fused, and let its inputs live until it is computed."""
+        library = {node for node in nodes if self._is_library_call(node)}
+        needed = set(self._crossing)
+        self._generated = {self._number[node] for node in nodes if node not in library}
+        if not results_only:
+            for node in nodes:
+                if node in library:
+                    needed.update(_storages(node))
+                    needed.update(sid for used in node.all_input_nodes for sid in _storages(used))
+                needed.update(sid for arg in mutated_args(node) for sid in _storages(arg))
+            needed |= self._used_later(nodes, library)
+        for sid, storage in self._found.items():
+            storage.real = sid in needed
+        for node in reversed(nodes):
+            made = [self._found[sid] for sid in _storages(node) if sid in self._found]
+            late = max((s.last for s in made if not s.real), default=-1)
+            for used in node.all_input_nodes:
+                for sid in _storages(used):
+                    if sid in self._found:
+                        self._found[sid].last = max(self._found[sid].last, late)
+
+    @staticmethod
+    def _used_later(nodes: list[torch.fx.Node], library: set[torch.fx.Node]) -> set[int]:
+        """Return what is used more than once, and also behind a library call that comes after it.
+
+        A value that is used once is computed where it is used.
+        """
+        phase, phases = 0, {}
+        for node in nodes:
+            phases[node] = phase
+            phase += node in library
+        made: dict[int, int] = {}
+        users: dict[int, set[torch.fx.Node]] = {}
+        for node in nodes:
+            own = _storages(node)
+            for used in node.all_input_nodes:
+                for sid in _storages(used) - own:  # a view is no use
+                    users.setdefault(sid, set()).add(node)
+            for sid in own:
+                made.setdefault(sid, phases[node])
+        return {
+            sid
+            for sid, readers in users.items()
+            if len(readers) > 1 and max(phases[n] for n in readers) > made.get(sid, phase)
+        }
+
+    def _is_library_call(self, node: torch.fx.Node) -> bool:
+        if node in self._splitting:
+            return True
+        space, _, name = op_names(node)[0].rpartition("::")
+        if space not in ("aten", "prims", ""):
+            return True
+        return name.strip("_").startswith(_LIBRARY_CALLS)
+
+    def events(self, rows: int, *, full: bool) -> Iterator[Event]:
+        """Yield what one run allocates and frees, results freed at its end.
+
+        Args:
+            rows: of the run.
+            full: whether splitting ops lie inside the graph.
+        """
+        born: dict[int, list[tuple[int, _Storage]]] = {}
+        dies: dict[int, list[int]] = {}
+        for sid, storage in self._found.items():
+            if storage.real and (full or not storage.boundary):
+                born.setdefault(storage.born, []).append((sid, storage))
+                dies.setdefault(storage.last, []).append(sid)
+        for node, at in self._number.items():
+            name = self._splitting.get(node, op_names(node)[0])
+            inside = not self._opaque_ops and find_spec(name) is not None
+            if node in self._splitting or inside:
+                yield Event("boundary", name)
+            gone: set[int] = set()
+            for sid, storage in born.get(at, ()):
+                over = self._overwritten(at, storage.at(rows), dies, rows) - gone
+                if over:
+                    gone.add(min(over))
+                    yield Event("free", min(over))
+                yield Event("alloc", sid, storage.at(rows))
+            for sid in dies.get(at, ()):
+                if sid not in gone:
+                    yield Event("free", sid)
+        for sid in dies.get(len(self._number), ()):
+            yield Event("free", sid)
+
+    def _overwritten(
+        self, at: int, num_bytes: int, dies: dict[int, list[int]], rows: int
+    ) -> set[int]:
+        """Return what a generated kernel may write its result over."""
+        if at not in self._generated:
+            return set()
+        dying = (sid for sid in dies.get(at, ()) if self._found[sid].born < at)
+        return {s for s in dying if self._found[s].at(rows) == num_bytes}
+
+    def bridge_bytes(self, rows: int) -> int:
+        """Return the bytes of what splitting ops return, which a piecewise entry keeps."""
+        return sum(s.at(rows) for s in self._found.values() if s.boundary)
+
+
+def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return [t for t in leaves if isinstance(t, torch.Tensor)]
+
+
+def _storages(node: torch.fx.Node) -> set[int]:
+    return {torch_private.storage_id(t) for t in _tensors(node)}
+
+
+def _sized(traced: TracedGraph, node: torch.fx.Node) -> dict[int, int | CodeType]:
+    """Return the bytes of every storage that a node's tensors lie in."""
+    found: dict[int, int | CodeType] = {}
+    for tensor in _tensors(node):
+        size: Any = traced.size_of(tensor.untyped_storage().nbytes())
+        found[torch_private.storage_id(tensor)] = (
+            size if isinstance(size, int) else compile(size, "<bytes>", "eval")
+        )
+    return found

@@ -1,0 +1,226 @@
+"""What a build would hold in memory, estimated from shapes.
+
+In: a traced and cut graph, or an untraced forward, with a workspace without memory. Out: a
+`MemoryEstimate` in bytes, with how each figure was found. Knows nothing of reports.
+
+Weights, static buffers and the KV cache are sums over the very tensors that a build would make. The
+graph pool is played through (`pool`), entry by entry in the order of capture: what the regions
+allocate comes from the trace (`lifetimes`) or from a run on fake tensors (`tracked`), and what
+attention allocates inside a full graph always from the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.capture.plan import BatchDescriptor
+from pcgsvc.config import Config, Graphs, Mode
+from pcgsvc.forward.workspace import Workspace
+from pcgsvc.jobs.plan.lifetimes import Lifetimes
+from pcgsvc.jobs.plan.pool import Event, Pool
+from pcgsvc.jobs.plan.request import CacheOnly
+from pcgsvc.jobs.plan.tracked import attention_events, shape_context
+
+ATTENTION = "pcgsvc::attention"
+
+Key = tuple[Mode, BatchDescriptor]
+EventsOf = Callable[[int, bool], Iterable[Event]]
+"""(rows, full) -> what one run allocates and frees."""
+
+
+@dataclass(kw_only=True)
+class Item:
+    """One line of an estimate."""
+
+    name: str
+    num_bytes: int
+    method: str
+    """How the figure was found, for people."""
+
+
+@dataclass(kw_only=True)
+class MemoryEstimate:
+    """What a build would hold."""
+
+    items: list[Item] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the figures leave out."""
+
+    def add(self, name: str, num_bytes: int, method: str) -> None:
+        """Add a line."""
+        self.items.append(Item(name=name, num_bytes=num_bytes, method=method))
+
+    @property
+    def total(self) -> int:
+        """Bytes of all lines."""
+        return sum(item.num_bytes for item in self.items)
+
+
+def static_memory(estimate: MemoryEstimate, workspace: Workspace) -> None:
+    """Add what is allocated once: weights, input and metadata buffers, KV cache."""
+    weights = storage_bytes(workspace.tensors.values())
+    estimate.add("weights", weights, "parameters and buffers, shared storage once")
+    buffers = storage_bytes(workspace.buffers.values()) + workspace.step.num_bytes
+    estimate.add(
+        "static buffers",
+        buffers,
+        f"inputs and step metadata for {workspace.max_tokens} rows and "
+        f"{workspace.max_reqs} requests",
+    )
+    backend, geometry = workspace.attention, workspace.geometry
+    if backend is None or geometry is None:
+        return
+    estimate.add(
+        "KV cache",
+        storage_bytes(backend.kv_cache),
+        f"{geometry.num_blocks} blocks of {geometry.block_size} tokens in "
+        f"{backend.spec.num_layers} layers, {geometry.scratch_blocks} of them scratch",
+    )
+    cache = {torch_private.storage_id(t) for t in backend.kv_cache}
+    own = [t for t in vars(backend).values() if isinstance(t, torch.Tensor)]
+    scratch = storage_bytes(t for t in own if torch_private.storage_id(t) not in cache)
+    if scratch:
+        estimate.add("attention scratch", scratch, "static tensors of the backend")
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages behind tensors, each once."""
+    sizes = {torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(sizes.values())
+
+
+def graph_memory(
+    estimate: MemoryEstimate,
+    config: Config,
+    workspace: Workspace,
+    entries: Sequence[Key],
+    events_of: EventsOf,
+    like: torch.Tensor,
+    fused: bool,
+) -> None:
+    """Add the graph pool.
+
+    Args:
+        estimate: gets a line, and notes.
+        config: resolved.
+        workspace: without memory.
+        entries: what would be captured, in order.
+        events_of: what one run of the program does.
+        like: any tensor of the model's device and dtype.
+        fused: whether the events leave out what Inductor would fuse.
+    """
+    if config.capture.graphs is Graphs.OFF or not entries:
+        return
+    inside = _Inside(workspace, like)
+    pool, sums = Pool(), 0
+    for mode, descriptor in entries:
+        full, rows = mode is Mode.FULL, descriptor.num_tokens
+        events = list(events_of(rows, full))
+        if full:
+            events = inside.insert(events, descriptor, config.capture.uniform_query_len)
+        pool.play(events)
+        sums += sum(e.num_bytes for e in events if e.kind == "alloc")
+    estimate.notes += inside.notes
+    if config.capture.graphs is Graphs.CUDA:
+        estimate.add(
+            "graph pool",
+            pool.num_bytes,
+            "torch's allocator played through for all entries, largest first, "
+            f"{_source(fused)}; {pool.peak / 2**20:.1f} MiB of it in use at most",
+        )
+        estimate.notes.append(
+            "CUDA's own memory comes on top: on an H200 0.4 MiB (eager) to 1 MiB (inductor) per "
+            "graph of about 8 kernels"
+        )
+        taken = pool.num_bytes
+    else:
+        taken = sums
+        estimate.add(
+            "graph pool",
+            sums,
+            f"recordings share nothing: every result of every entry, {_source(fused)}",
+        )
+    budget = config.capture.memory_budget
+    if budget is not None and taken > budget:
+        estimate.notes.append(
+            f"the graph pool passes capture.memory_budget={budget} bytes: a run would skip sizes"
+        )
+
+
+def _source(fused: bool) -> str:
+    if fused:
+        return "values that only generated kernels use taken as fused"
+    return "each op's result in memory until its last use"
+
+
+class _Inside:
+    """What splitting ops allocate inside full graphs."""
+
+    def __init__(self, workspace: Workspace, like: torch.Tensor) -> None:
+        self._workspace, self._like = workspace, like
+        self.notes: list[str] = []
+
+    def insert(
+        self, events: list[Event], descriptor: BatchDescriptor, query_len: int
+    ) -> list[Event]:
+        """Return the events with those of splitting ops put in where they run.
+
+        One layer stands for all: each frees what it took before the next one runs. Recordings keep
+        everything, so that there every layer counts.
+        """
+        names = {e.key for e in events if e.kind == "boundary"}
+        for name in sorted(map(str, names - {ATTENTION})):
+            self._note(f"what {name} allocates inside a full graph is not counted")
+        backend = self._workspace.attention
+        if ATTENTION not in names or backend is None or isinstance(backend, CacheOnly):
+            return events
+        own = self._attention(descriptor, query_len)
+        out: list[Event] = []
+        for at, event in enumerate(events):
+            out.append(event)
+            if event.key == ATTENTION and event.kind == "boundary":
+                out += [Event(e.kind, (at, e.key), e.num_bytes) for e in own]
+        return out
+
+    def _attention(self, descriptor: BatchDescriptor, query_len: int) -> list[Event]:
+        backend, rows = self._workspace.attention, descriptor.num_tokens
+        assert backend is not None
+        uniform = query_len if descriptor.uniform else None
+        context = shape_context(self._workspace, rows, uniform)
+        try:
+            return attention_events(backend, rows, context, self._like)
+        except Exception as error:  # noqa: BLE001 - a kernel may do anything
+            first = (str(error).strip().splitlines() or [""])[0]
+            self._note(
+                f"what {type(backend).__name__} allocates inside a full graph is not counted: it "
+                f"cannot run without memory ({type(error).__name__}: {first[:120]})"
+            )
+            return []
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def bridge_memory(estimate: MemoryEstimate, lifetimes: Lifetimes, entries: Sequence[Key]) -> None:
+    """Add the copies that piecewise entries keep of what splitting ops return."""
+    sizes = [d.num_tokens for mode, d in entries if mode is Mode.PIECEWISE]
+    total = sum(lifetimes.bridge_bytes(rows) for rows in sizes)
+    if total:
+        estimate.add("bridges", total, "one copy per entry of what splitting ops return")
+
+
+def as_json(estimate: MemoryEstimate) -> Mapping[str, Any]:
+    """Return the estimate as JSON types."""
+    return {
+        "total_bytes": estimate.total,
+        "items": [
+            {"name": i.name, "bytes": i.num_bytes, "method": i.method} for i in estimate.items
+        ],
+        "notes": list(estimate.notes),
+    }

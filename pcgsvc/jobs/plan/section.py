@@ -1,0 +1,208 @@
+"""What `report.json` says of a plan, under `plan`.
+
+In: a `Plan`. Out: plain dicts of JSON types. Knows nothing of how they are shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.jobs.plan.memory import as_json
+from pcgsvc.jobs.plan.planner import Plan
+from pcgsvc.program.pieces import Kind, Piece
+from pcgsvc.report.fold import fold
+from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.nodes import op_names, user_line
+
+_MEANING = {
+    "NEVER": "never inside a graph",
+    "UNIFORM_SINGLE_TOKEN_DECODE": "inside graphs for batches of one new token per request",
+    "UNIFORM_BATCH": "inside graphs for batches with equally many new tokens per request",
+    "ALWAYS": "inside graphs for any batch",
+}
+
+
+def plan_section(plan: Plan) -> dict[str, Any]:
+    """Return the plan as JSON types."""
+    kinds = list(_kinds(plan))
+    graphs = plan.graphs()
+    return {
+        "device": str(plan.planned.target),
+        "traced_on": str(plan.built.request.device),
+        "weights_in_memory": _has_weights(plan),
+        "graphs": {
+            "num_graphs": sum(g["graphs"] for g in graphs.values()),
+            "by_mode": graphs,
+            "sizes": sorted({d.num_tokens for _, d in plan.entries}),
+            "skipped": [{"size": s, "reason": r} for s, r in sorted(plan.skipped.items())],
+        },
+        "support": [{**row, "meaning": _MEANING[row["support"]]} for row in plan.support()],
+        "mode": _mode_words(plan),
+        "modes": {
+            asked: {"resolved": r.resolved.value, "reasons": list(r.reasons)}
+            for asked, r in plan.modes().items()
+        },
+        "kinds": [kind.as_json() for kind in _gathered(kinds)],
+        "sequence": _sequence(kinds),
+        "num_artifacts": plan.num_artifacts(),
+        "compile_modules": list(plan.compile_modules),
+        "memory": as_json(plan.memory),
+        "notes": list(plan.planned.notes),
+    }
+
+
+def _has_weights(plan: Plan) -> bool:
+    workspace = plan.built.workspace
+    assert workspace is not None
+    return any(map(torch_private.has_memory, workspace.tensors.values()))
+
+
+def _mode_words(plan: Plan) -> str:
+    """Return what becomes of the mode and why, also where it stays as it is."""
+    resolution = plan.built.resolution
+    if resolution.reasons:
+        return "; ".join(resolution.reasons)
+    asked = resolution.requested.value
+    rows = plan.support()
+    if not rows:
+        return f"{asked} stays as asked: there is no splitting op in the graph"
+    least = min(rows, key=lambda row: list(_MEANING).index(row["support"]))
+    return (
+        f"{asked} stays as asked: {least['op']} may lie {_MEANING[least['support']]} "
+        f"({least['support']}, by {least['said_by']})"
+    )
+
+
+# ---- kinds of pieces -----------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class _Kind:
+    """A piece; equal ones are shown once."""
+
+    name: str
+    kind: str
+    hash: str | None
+    reason: str
+    ops: list[str]
+    """In order."""
+    code: list[str]
+    """One line per op with shape and the user's line; empty for a forward that is not traced."""
+    inputs: list[str]
+    outputs: list[str]
+    splitting: dict[str, int]
+    names: list[str]
+    """Of all pieces like it."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.kind, self.hash, self.reason, tuple(self.ops))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "hash": self.hash,
+            "count": len(self.names),
+            "pieces": self.names,
+            "reason": self.reason,
+            "num_ops": len(self.ops),
+            "ops": [{"op": op, "count": n} for op, n in Counter(self.ops).most_common()],
+            "splitting": [{"op": op, "count": n} for op, n in self.splitting.items()],
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "code": self.code,
+        }
+
+
+def _gathered(kinds: list[_Kind]) -> list[_Kind]:
+    """Return one of each kind in order of first appearance, with the names of all like it."""
+    found: dict[tuple[Any, ...], _Kind] = {}
+    for kind in kinds:
+        first = found.setdefault(kind.key, kind)
+        if first is not kind:
+            first.names += kind.names
+    return list(found.values())
+
+
+def _sequence(kinds: list[_Kind]) -> list[dict[str, Any]]:
+    """Return the order of the pieces, folded: `kinds` are places in the list of kinds."""
+    places: dict[tuple[Any, ...], int] = {}
+    numbers = [places.setdefault(kind.key, len(places)) for kind in kinds]
+    return [
+        {"repeat": s.repeat, "kinds": numbers[s.first : s.first + s.length]} for s in fold(numbers)
+    ]
+
+
+def _kinds(plan: Plan) -> Iterator[_Kind]:
+    if plan.partition is not None and plan.traced is not None:
+        for piece in plan.partition.pieces:
+            yield _traced_kind(piece, plan.traced)
+        return
+    assert plan.learned is not None
+    kernels = iter(plan.learned.kernels)
+    for info in plan.built.image.pieces:
+        region = info.kind == Kind.REGION.value
+        ops = [next(kernels) for _ in range(info.ops)] if region else _breaks(info.reason)
+        yield _Kind(
+            name=info.name,
+            kind=info.kind,
+            hash=info.hash,
+            reason=info.reason,
+            ops=ops,
+            code=[],
+            inputs=[],
+            outputs=[],
+            splitting={} if region else dict(Counter(ops)),
+            names=[info.name],
+        )
+
+
+def _breaks(reason: str) -> list[str]:
+    """Return the names of the breaks of a boundary, from its reason `name: …; name: …`."""
+    return [part.rpartition(": ")[0] for part in reason.split("; ")]
+
+
+def _traced_kind(piece: Piece, traced: TracedGraph) -> _Kind:
+    return _Kind(
+        name=piece.name,
+        kind=piece.kind.value,
+        hash=piece.hash,
+        reason=piece.reason,
+        ops=[_op(node) for node in piece.nodes],
+        code=[_line(node, traced) for node in piece.nodes],
+        inputs=[_words(node, traced) for node in piece.inputs],
+        outputs=[_words(node, traced) for node in piece.outputs],
+        splitting=dict(Counter(piece.splitting.values())),
+        names=[piece.name],
+    )
+
+
+def _op(node: torch.fx.Node) -> str:
+    return (op_names(node) or [str(node.target)])[0]
+
+
+def _line(node: torch.fx.Node, traced: TracedGraph) -> str:
+    """Return `op -> shape  file:line in function`."""
+    path, _, rest = user_line(node).rpartition(":")
+    where = f"{Path(path).name}:{rest}" if path else ""
+    words = _words(node, traced)
+    return f"{_op(node)}{f' -> {words}' if words else ''}  # {where}"
+
+
+def _words(node: torch.fx.Node, traced: TracedGraph) -> str:
+    """Return dtype and shape of a value in few words."""
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.Tensor):
+        spec = traced.spec_of(node)
+        shape = ", ".join(map(str, spec.shape))
+        return f"{spec.dtype.removeprefix('torch.')}[{shape}]"
+    if isinstance(value, (int, torch.SymInt)):
+        return f"int {traced.size_of(value)}"
+    return ""

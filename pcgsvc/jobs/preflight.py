@@ -1,0 +1,240 @@
+"""Everything about a config that can be judged without building, before any output is written.
+
+In: a composed command. Out: nothing, or a `ConfigError`. Knows nothing of Hydra.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pcgsvc.cache.root import check_root, find_root
+from pcgsvc.config import CacheAction, CacheMode, Config, Job, resolve, validate
+from pcgsvc.config.compose import Command
+from pcgsvc.config.devices import device_of, dtype_of, is_here
+from pcgsvc.errors import CacheError, ConfigError, near
+from pcgsvc.models.catalog import validate_model
+from pcgsvc.ops.backends import find_backend
+from pcgsvc.ops.expert_group import refuse_sweep
+from pcgsvc.ops.modes import resolve_mode
+from pcgsvc.ops.registry import registered_names
+from pcgsvc.ops.support import Support
+from pcgsvc.partition.fx import canonical_op_name
+from pcgsvc.report.existing import read_reports
+from pcgsvc.report.plots import has_matplotlib
+from pcgsvc.sizing.auto import plan_for, with_sizes
+from pcgsvc.sizing.files import read_traffic
+from pcgsvc.torch_private import op_exists
+
+_ENCODERS = ("encoder", "minilm")
+"""Families that give sentence vectors and have no KV cache."""
+
+
+_WITH_CACHE = (Job.RUN, Job.COMPILE, Job.CACHE)
+"""Jobs that open the disk cache."""
+
+
+def check_command(command: Command) -> None:
+    """Check every job of a command line, and that no job would write over another's report.
+
+    Raises:
+        ConfigError: as `check`; of several jobs, the message says which.
+    """
+    configs = command.jobs
+    for at, config in enumerate(configs):
+        try:
+            check(config)
+            if command.multirun:
+                _check_sweep(config)
+                refuse_sweep(config)
+        except ConfigError as error:
+            where = f" (job {at + 1} of {len(configs)}; none was run)" if len(configs) > 1 else ""
+            raise ConfigError(f"{error}{where}") from error
+    reports = [Path(c.report).absolute() for c in configs if c.report is not None]
+    for path in reports:
+        if reports.count(path) > 1:
+            raise ConfigError(
+                f"report: {reports.count(path)} jobs would write '{path}'; leave it out (each job "
+                "writes report.json in a folder of its own), or sweep over it as well."
+            )
+
+
+def check(config: Config) -> None:
+    """Raise `ConfigError` for a config that cannot be built."""
+    device = device_of(config)
+    config, _ = with_sizes(config)
+    resolved = resolve(config, device_type=device.type)
+    validate(resolved, device_type=device.type)
+    if resolved.dtype is not None:
+        dtype_of(resolved)
+    validate_model(resolved)
+    backend = find_backend(resolved.attention.name)
+    if is_here(device):  # else it is planned for, and its kernels need not load
+        backend.check(device)
+    _check_op_names(resolved)
+    _check_paths(resolved)
+    _check_prompt(resolved)
+    _check_compare(resolved)
+    _check_traffic(config)
+    _check_strict(resolved)
+
+
+def _check_sweep(config: Config) -> None:
+    """Refuse what a sweep could not do as asked."""
+    if config.sweep.timeout_s is not None and not config.sweep.isolate:
+        raise ConfigError(
+            "sweep.timeout_s: set with sweep.isolate=false, where a job cannot be ended; leave one "
+            "of them out."
+        )
+    _check_picture(config)
+
+
+def _check_compare(config: Config) -> None:
+    """Read the reports that are to be compared, before anything is written."""
+    if config.job is not Job.COMPARE:
+        if config.compare.reports:
+            raise ConfigError(
+                f"compare.reports: set, but job={config.job.value} does not read it; use "
+                "job=compare."
+            )
+        return
+    if config.report is not None:
+        raise ConfigError("report: job=compare writes none; its files go to hydra.run.dir.")
+    read_reports(config.compare.reports)
+    _check_picture(config)
+
+
+def _check_picture(config: Config, name: str = "sweep.png") -> None:
+    if config.strict and not has_matplotlib():
+        raise ConfigError(
+            f"strict=true, and {name} cannot be drawn: matplotlib is not installed (pip install "
+            "matplotlib)."
+        )
+
+
+def _check_strict(config: Config) -> None:
+    """Resolve the mode where that needs no trace: a Llama's boundaries are known."""
+    if not config.strict or config.model.name in ("two_regions", "module", *_ENCODERS):
+        return
+    support = find_backend(config.attention.name).cudagraph_support
+    why = f"attention={config.attention.name}"
+    if config.model.name == "llama_moe":
+        support, why = Support.NEVER, f"model.moe.backend={config.model.moe.backend.value}"
+    resolution = resolve_mode(
+        config.mode,
+        support,
+        num_boundaries=1,
+        uniform_query_len=config.capture.uniform_query_len,
+        why=why,
+    )
+    if resolution.reasons:
+        raise ConfigError(f"strict=true, and {'; '.join(resolution.reasons)}")
+
+
+def _check_op_names(config: Config) -> None:
+    partition = config.partition
+    for setting, names in (
+        ("partition.splitting_ops", partition.splitting_ops or []),
+        ("partition.extra_splitting_ops", partition.extra_splitting_ops),
+    ):
+        for name in names:
+            canonical = canonical_op_name(name)
+            if "::" in canonical and not op_exists(canonical):
+                known = registered_names()
+                raise ConfigError(
+                    f"{setting}: {name!r} is no operator that torch knows{near(canonical, known)} "
+                    f"Registered splitting ops: {', '.join(known)}; a name that exists but is not "
+                    "in the model's graph is answered with the operators that are."
+                )
+
+
+def _check_paths(config: Config) -> None:
+    """Find out before the work, not after it, that its results cannot be written."""
+    if config.report is not None:
+        path = Path(config.report)
+        if not config.report or path.is_dir():
+            raise ConfigError(f"report: got {config.report!r}, the path of a file is needed.")
+        _check_folder("report", path.absolute().parent)
+    if config.debug.dump_dir is not None:
+        _check_folder("debug.dump_dir", Path(config.debug.dump_dir).absolute())
+    if config.cache.mode is not CacheMode.OFF and config.job in _WITH_CACHE:
+        root, source = find_root(config.cache.dir)
+        try:
+            check_root(root, source)
+        except CacheError as error:
+            raise ConfigError(str(error)) from error
+    if config.job is Job.CACHE:
+        _check_cache_job(config)
+
+
+def _check_cache_job(config: Config) -> None:
+    cache = config.cache
+    if cache.mode is CacheMode.OFF:
+        raise ConfigError("cache.mode: got 'off' with job=cache; there is no cache to look at.")
+    if cache.action not in (CacheAction.EXPORT, CacheAction.IMPORT):
+        return
+    if not cache.file:
+        raise ConfigError(
+            f"cache.file: cache.action={cache.action.value} needs the path of a bundle, e.g. "
+            "cache.file=programs.tar."
+        )
+    path = Path(cache.file).absolute()
+    if cache.action is CacheAction.IMPORT:
+        if not path.is_file():
+            raise ConfigError(f"cache.file: there is no file '{path}' to import.")
+    elif path.is_dir():
+        raise ConfigError(f"cache.file: got {cache.file!r}, the path of a file is needed.")
+    else:
+        _check_folder("cache.file", path.parent)
+
+
+def _check_folder(setting: str, folder: Path) -> None:
+    """Refuse a folder that neither exists nor can be made."""
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{setting}: '{there}' is no folder; name another place.")
+    if not os.access(there, os.W_OK | os.X_OK) or _is_kernels(there):
+        raise ConfigError(f"{setting}: '{there}' cannot be written; name another place.")
+
+
+def _is_kernels(folder: Path) -> bool:
+    """Whether a folder is of /proc or /sys, where no file can be made whatever `access` says."""
+    return Path(os.path.realpath(folder)).parts[1:2] in (("proc",), ("sys",))
+
+
+def _check_traffic(config: Config) -> None:
+    """Read the traffic file before the work that it is for.
+
+    Args:
+        config: not resolved, as `job=sizes` reads it: no `capture.max_size` is no limit.
+    """
+    if config.job is Job.SIZES:
+        plan_for(config, {})
+        _check_picture(config, "sizes.png")
+    elif config.traffic is not None:
+        if config.job is not Job.RUN:
+            raise ConfigError(
+                f"traffic: job={config.job.value} does not read it; use job=run to replay it, or "
+                "job=sizes to choose sizes for it."
+            )
+        read_traffic(config.traffic).as_dispatched(config.capture.uniform_query_len)
+
+
+def _check_prompt(config: Config) -> None:
+    """Refuse a prompt that would be ignored, or for which there can be no tokenizer."""
+    if config.prompt is None:
+        return
+    if config.job is not Job.RUN:
+        raise ConfigError(f"prompt: job={config.job.value} runs no model; use job=run.")
+    if config.model.name in _ENCODERS:
+        raise ConfigError(
+            f"prompt: model={config.model.name} continues no text, it gives sentence vectors: in "
+            "Python, runner.embed([text, ...]). Use model=smollm2 to continue a prompt."
+        )
+    if config.model.name in ("two_regions", "llama_moe", "module") or (
+        config.model.name == "llama" and config.model.weights is None
+    ):
+        raise ConfigError(
+            f"prompt: model={config.model.name} without a checkpoint of text has no tokenizer; use "
+            "model=smollm2, or model=llama with a .gguf checkpoint as model.weights."
+        )

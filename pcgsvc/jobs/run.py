@@ -1,0 +1,183 @@
+"""The jobs of the command line, as functions of a config.
+
+In: a validated config. Out: a report, and what a person reads. Knows nothing of Hydra.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pcgsvc.check.timing import bench_entries
+from pcgsvc.config import Config, Job
+from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
+from pcgsvc.events import Progress, phase, phase_events
+from pcgsvc.forward.samples import Samples
+from pcgsvc.jobs.cache import cache_job
+from pcgsvc.jobs.plan.planner import plan
+from pcgsvc.jobs.plan.section import plan_section
+from pcgsvc.jobs.sizes.job import sizes_job
+from pcgsvc.jobs.sizes.replay import replay
+from pcgsvc.models.request import request_of
+from pcgsvc.ops.expert_group import rank_of_process, uses_group
+from pcgsvc.pipeline import build_from_config, prepare_only
+from pcgsvc.report.comparison import show_and_write
+from pcgsvc.report.existing import read_reports, rows_of
+from pcgsvc.report.plan_files import draw_plan, picture_problem
+from pcgsvc.report.progress import progress_for
+from pcgsvc.report.report import plan_report, write_report
+from pcgsvc.report.sizes_table import show_traffic
+from pcgsvc.report.tables import console, show_place, show_report, show_text
+from pcgsvc.serve.generate import generate_ids
+from pcgsvc.serve.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+def run_job(config: Config, report_path: Path) -> dict[str, Any]:
+    """Do `config.job`, print what it found, and write the report.
+
+    Of several processes that share a model's experts, the first one prints, and each other one
+    writes its report beside the first one's, as `NAME.rank1.json` and so on.
+
+    Raises:
+        VerifyError: a replay differs from plain execution; the report is written all the same.
+    """
+    jobs: dict[Job, Callable[[Config, Path, Console], dict[str, Any]]] = {
+        Job.RUN: _run,
+        Job.PLAN: _plan,
+        Job.COMPILE: _compile,
+        Job.CACHE: _cache,
+        Job.COMPARE: _compare,
+        Job.CONFIG: _config,
+        Job.SIZES: _sizes,
+    }
+    rank = rank_of_process() if uses_group(config) else 0
+    if rank:
+        report_path = report_path.with_suffix(f".rank{rank}{report_path.suffix}")
+    return jobs[config.job](config, report_path, console(quiet=rank > 0))
+
+
+def _cache(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    cache_job(config, out)
+    return {}
+
+
+def _compare(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    """Compare existing reports; the files go where a report would."""
+    rows = rows_of(read_reports(config.compare.reports))
+    title = f"comparison of {len(rows)} report{'s' if len(rows) > 1 else ''}"
+    show_and_write(out, title, rows, report_path.parent)
+    return {}
+
+
+def _config(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    raise ConfigError(
+        "job: got 'config', which tells who set each setting, and so needs a command line: "
+        "python -m pcgsvc job=config."
+    )
+
+
+def _sizes(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    sizes_job(config, report_path, out)
+    return {}
+
+
+def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    started = time.perf_counter()
+    problem = picture_problem()
+    if problem is not None and config.strict:
+        raise ConfigError(f"strict=true, and {problem}")
+    with progress_for(out) as progress:
+        done = plan(config, progress)
+    report = plan_report(done.built)
+    report["plan"] = plan_section(done)
+    if problem is not None:
+        logger.warning("%s", problem)
+        report["warnings"].append(problem)
+    draw_plan(report, report_path.absolute())
+    report["compile"]["seconds"]["total"] = time.perf_counter() - started
+    return _finish(report, report_path, out)
+
+
+def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    started = time.perf_counter()
+    with progress_for(out) as progress:
+        built = prepare_only(request_of(config, progress), progress)
+    report = plan_report(built)
+    report["compile"]["seconds"]["total"] = time.perf_counter() - started
+    return _finish(report, report_path, out)
+
+
+def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    """Build, verify every entry, time it, continue the prompt, report."""
+    with progress_for(out) as progress, _verified(config, progress, report_path, out) as runner:
+        parts, report = runner.parts, runner.report
+        entries = len(parts.table.entries)
+        report["bench"] = []
+        if config.bench.enabled:
+            with phase("bench", {"bench": 0.0}, progress, total=entries):
+                report["bench"] = bench_entries(
+                    parts,
+                    Samples(
+                        parts.workspace,
+                        parts.make_inputs,
+                        seed=config.seed + 2,
+                        query_len=parts.config.capture.uniform_query_len,
+                    ),
+                    repeats=config.bench.repeats,
+                    lockstep=uses_group(config),
+                    on_entry=progress.advance,
+                )
+        if config.traffic is not None:
+            with phase_events(logger, "traffic", 0):
+                report["traffic"] = replay(runner, config, progress)
+        text = _continue_prompt(runner, config) if config.prompt is not None else None
+        report["dispatch"] = runner.stats()
+    _finish(report, report_path, out)
+    if "traffic" in report:
+        show_traffic(out, report["traffic"])
+    if text is not None:
+        show_text(out, str(config.prompt), text)
+    refused = report.get("traffic", {}).get("refused")
+    if refused:
+        raise UncoveredError(
+            f"traffic: {sum(r['count'] for r in refused)} calls were refused; the first: "
+            f"{refused[0]['reason']}"
+        )
+    return report
+
+
+def _verified(config: Config, progress: Progress, report_path: Path, out: Console) -> Runner:
+    """Build the runner; where it is refused, write and show the report before raising."""
+    try:
+        return build_from_config(config, progress, check=True)
+    except VerifyError as error:
+        if error.report is not None:
+            progress.stop()
+            _finish({**error.report, "bench": []}, report_path, out)
+        raise
+
+
+def _continue_prompt(runner: Runner, config: Config) -> str:
+    tokenizer = runner.parts.tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            f"prompt: model={config.model.name} has no tokenizer; use model=smollm2, or leave the "
+            "prompt out."
+        )
+    ids = tokenizer.encode_chat(str(config.prompt))
+    (out,) = generate_ids(runner, [ids], config.max_new_tokens, end_ids=tokenizer.eos_token_ids)
+    return str(tokenizer.decode(out))
+
+
+def _finish(report: dict[str, Any], path: Path, out: Console) -> dict[str, Any]:
+    write_report(report, path)
+    show_report(out, report)
+    show_place(out, path.absolute())
+    return report

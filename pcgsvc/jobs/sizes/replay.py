@@ -1,0 +1,144 @@
+"""Replaying a traffic file through a runner: what of the captured graphs is used.
+
+In: a runner and a traffic. Out: the report's `traffic`: hits, padding, fall-backs, graphs that were
+never used. Results of the calls are thrown away. Knows nothing of tables.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from pcgsvc.config import Config, Graphs, Mode
+from pcgsvc.errors import UncoveredError
+from pcgsvc.events import Progress
+from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
+from pcgsvc.forward.workspace import usable_sizes
+from pcgsvc.serve.runner import Runner, RunnerParts
+from pcgsvc.sizing.cost import modelled
+from pcgsvc.sizing.expect import Forecast, Service
+from pcgsvc.sizing.files import read_traffic
+from pcgsvc.sizing.traffic import Traffic
+
+Call = tuple[int, bool]
+"""Row count, and whether it is a uniform decode batch."""
+
+
+def replay(runner: Runner, config: Config, progress: Progress) -> dict[str, Any]:
+    """Call a runner as `config.traffic` says; its counts are reset first.
+
+    Every row of the file is called `count` times, in an order shuffled by `config.seed`. Of more
+    than `config.max_traffic_calls` calls that many are taken evenly: by row count, the calls at
+    equal distances. A general call is one request, or as few as `attention.max_model_len` allows;
+    requests of uniform calls have some past. They lie in the runner's KV blocks, whose contents
+    are lost.
+
+    Returns:
+        The report's `traffic`: `runner.stats()` of these calls and what the sizes were expected to
+        do. A call that was refused (`on_uncovered=error`) is among `refused`.
+
+    Raises:
+        ConfigError: the traffic file cannot be used.
+    """
+    assert config.traffic is not None
+    parts = runner.parts
+    traffic = read_traffic(config.traffic).as_dispatched(parts.config.capture.uniform_query_len)
+    calls = sample(traffic, config.max_traffic_calls)
+    rng, generator = random.Random(config.seed), torch.Generator().manual_seed(config.seed)
+    rng.shuffle(calls)
+    refused: Counter[tuple[int, str]] = Counter()
+    runner.reset_stats()
+    progress.start("traffic", len(calls))
+    seconds = 0.0
+    for rows, uniform in calls:
+        made = parts.make_inputs(rows, generator)
+        inputs = {name: tensor.to(parts.workspace.device) for name, tensor in made.items()}
+        batch = make_batch(parts, rows, uniform, rng)
+        started = time.perf_counter()
+        try:
+            runner(**inputs, batch=batch)
+        except UncoveredError as error:
+            refused[rows, str(error)] += 1
+        seconds += time.perf_counter() - started
+        progress.advance()
+    progress.stop()
+    stats = runner.stats()
+    del stats["calls"]  # the file says as much
+    return {
+        "file": config.traffic,
+        "calls_in_file": traffic.num_calls,
+        "num_calls": len(calls),
+        "expected_padding_share": _expected(runner, traffic),
+        "host_us": 1e6 * seconds / len(calls),
+        **stats,
+        "refused": [
+            {"num_tokens": n, "reason": reason, "count": count}
+            for (n, reason), count in sorted(refused.items())
+        ],
+    }
+
+
+def sample(traffic: Traffic, most: int) -> list[Call]:
+    """Return the calls of a traffic, ordered by kind and row count; of too many, some evenly."""
+    kinds = [(n, u) for u, p in ((False, traffic.general), (True, traffic.uniform)) for n in p]
+    counts = [(traffic.uniform if u else traffic.general)[n] for n, u in kinds]
+    total = sum(counts)
+    taken = min(total, most)
+    # The middle of each of `taken` equal stretches; all of them where nothing is left out.
+    at = (np.arange(taken) + 0.5) * (total / taken)
+    return [kinds[i] for i in np.searchsorted(np.cumsum(counts), at, side="right").tolist()]
+
+
+def _expected(runner: Runner, traffic: Traffic) -> float:
+    """Return the padding share that the sizes that were asked for have with the whole traffic."""
+    parts, mode = runner.parts, runner.report["mode"]
+    service = Service(
+        decode=Mode(mode["decode"]),
+        mixed=Mode(mode["mixed"]),
+        query_len=parts.config.capture.uniform_query_len,
+        max_reqs=parts.workspace.max_reqs,
+    )
+    sizes = [] if parts.config.capture.graphs is Graphs.OFF else usable_sizes(parts.config)[0]
+    return Forecast(traffic, service, modelled(0.0, 1.0)).of(sizes).padding_share
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def make_batch(parts: RunnerParts, rows: int, uniform: bool, rng: random.Random) -> CheckedBatch:
+    """Return a batch of `rows` rows of the wanted kind.
+
+    KV blocks are dealt out in turn from all there are, so requests that need more share some; what
+    is computed from them is thrown away.
+    """
+    query_len, cache = parts.config.capture.uniform_query_len, parts.workspace.geometry
+    longest = rows if cache is None else cache.max_model_len
+    uniform_lens = [query_len] * (rows // query_len)
+    lens = uniform_lens if uniform else general_lens(rows, query_len, longest)
+    if cache is None:
+        return check_batch(Batch(query_lens=lens), rows, None)
+    seq_lens = lens
+    if uniform:
+        seq_lens = [rng.randint(n, max(n, longest)) for n in lens]
+    needed = np.array([-(-n // cache.block_size) for n in seq_lens])
+    first = np.cumsum(needed) - needed
+    column = np.arange(needed.max())
+    tables = 1 + (first[:, None] + column) % (cache.num_blocks - 1)
+    batch = Batch(query_lens=lens, seq_lens=seq_lens, block_tables=tables)
+    return check_batch(batch, rows, cache, for_timing=True)
+
+
+def general_lens(rows: int, query_len: int, longest: int) -> list[int]:
+    """Return as few requests as `longest` allows that make no uniform batch of `rows` rows.
+
+    There is none of one row with `query_len` 1; see `Traffic.as_dispatched`.
+    """
+    lens = [longest] * (rows // longest) + [rows % longest] * (rows % longest > 0)
+    if query_len > 1 and all(n == query_len for n in lens):
+        lens[:1] = [1, query_len - 1]
+    return lens

@@ -1,0 +1,66 @@
+"""One job, done: its exit code, what went wrong, and where its report lies.
+
+In: a config. Out: an `Outcome`; an error is a log message and never an exception. Knows nothing of
+Hydra, sweeps or processes.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from pcgsvc.config import Config
+from pcgsvc.errors import ConfigError, PcgError
+
+logger = logging.getLogger(__name__)
+
+OK, FAILED, BAD_CONFIG = 0, 1, 2
+"""Exit codes of the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one job."""
+
+    code: int
+    reason: str | None = None
+    """What went wrong; None if nothing did."""
+    report: Path | None = None
+    """The report that this job wrote, also where it failed afterwards; None: it wrote none."""
+
+
+def perform(config: Config, report_path: Path, *, verbose: bool) -> Outcome:
+    """Run a job; an error is logged as one readable message.
+
+    Args:
+        config: as composed.
+        report_path: where its report is to go.
+        verbose: log the traceback of an error as well.
+    """
+    # These import torch, which a bad command line need not wait for.
+    from pcgsvc.jobs.run import run_job
+    from pcgsvc.ops.expert_group import command_line_group
+
+    before = _stamp(report_path)
+    code, reason = OK, None
+    try:
+        with command_line_group(config):
+            run_job(config, report_path)
+    except Exception as error:  # a job's failure is its own: the next one runs
+        code = BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+        reason = f"{type(error).__name__}: {str(error).strip()}"
+        hint = "" if isinstance(error, PcgError) or verbose else " (hydra.verbose=true shows where)"
+        logger.error("%s%s", reason, hint, exc_info=error if verbose else None)
+    after = _stamp(report_path)
+    written = after is not None and after != before
+    return Outcome(code=code, reason=reason, report=report_path if written else None)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return what changes whenever a report is written; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns

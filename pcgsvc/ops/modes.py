@@ -1,0 +1,83 @@
+"""Which mode serves what: the requested mode, resolved against what the boundaries support.
+
+In: a mode and a support level. Out: a `Resolution` with its reasons. Knows nothing of programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pcgsvc.config import Mode
+from pcgsvc.ops.support import Support
+
+NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
+
+
+_HALVES: dict[Mode, tuple[Mode, Mode]] = {
+    Mode.NONE: (NONE, NONE),
+    Mode.PIECEWISE: (PIECEWISE, PIECEWISE),
+    Mode.FULL: (FULL, FULL),
+    Mode.FULL_DECODE_ONLY: (FULL, NONE),
+    Mode.FULL_AND_PIECEWISE: (FULL, PIECEWISE),
+}
+
+
+@dataclass(kw_only=True)
+class Resolution:
+    """What became of the requested mode."""
+
+    requested: Mode
+    resolved: Mode
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def decode(self) -> Mode:
+        """What serves uniform decode batches."""
+        return _HALVES[self.resolved][0]
+
+    @property
+    def mixed(self) -> Mode:
+        """What serves all other batches."""
+        return _HALVES[self.resolved][1]
+
+
+def resolve_mode(
+    requested: Mode, support: Support, *, num_boundaries: int, uniform_query_len: int, why: str
+) -> Resolution:
+    """Turn the requested mode into one that the boundaries can serve.
+
+    Args:
+        requested: as configured.
+        support: the least support of the program's splitting ops.
+        num_boundaries: boundaries found in the graph.
+        uniform_query_len: tokens per request in a uniform batch.
+        why: which op or backend `support` comes from, for the reasons.
+    """
+    out = Resolution(requested=requested, resolved=requested)
+    if num_boundaries == 0:
+        if requested in (PIECEWISE, Mode.FULL_AND_PIECEWISE):
+            out.resolved = FULL
+            out.reasons.append(
+                f"{requested.value} was asked for, but no splitting op was found in the graph: "
+                "everything in it can be captured, so it runs as full"
+            )
+        return out
+    if requested in (NONE, PIECEWISE) or support is Support.ALWAYS:
+        return out
+    level = support
+    if support is Support.UNIFORM_SINGLE_TOKEN_DECODE and uniform_query_len > 1:
+        level = Support.NEVER
+        why += f" and capture.uniform_query_len is {uniform_query_len}, not 1"
+    if level is Support.NEVER:
+        out.resolved = PIECEWISE
+        out.reasons.append(
+            f"{requested.value} was asked for, but {why} supports no full graphs (support "
+            f"{support.name}): piecewise serves every batch"
+        )
+    elif requested is FULL:
+        out.resolved = Mode.FULL_AND_PIECEWISE
+        out.reasons.append(
+            f"full was asked for, but {why} supports full graphs for uniform batches only (support "
+            f"{support.name}): full serves uniform decode, piecewise the rest"
+        )
+    return out

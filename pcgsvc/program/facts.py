@@ -1,0 +1,170 @@
+"""The facts of a program and of its environment, for its key.
+
+In: a module, its inputs and a device. Out: flat dicts of JSON types. Gathers without tracing, and
+imports no compiler unless Inductor is asked for. Knows nothing of stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.compilers.environment import environment_facts
+from pcgsvc.config import Config
+from pcgsvc.forward.specs import InputSpec
+from pcgsvc.program.guards import (
+    NotCanonicalError,
+    canonical,
+    class_digest,
+    code_digest,
+    hook_form,
+    is_versioned_class,
+    name_of,
+    sources_of,
+)
+from pcgsvc.program.keys import config_facts, key_of
+
+
+def program_facts(
+    config: Config,
+    module: Callable[..., Any],
+    inputs: Sequence[InputSpec],
+    constants: Mapping[str, Any],
+    device: torch.device,
+    model_facts: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return everything that decides a program, without tracing it.
+
+    What tracing reads beyond this (attributes, closures, globals, source files) is compared when
+    a stored program is loaded; see `pcgsvc.program.guards`.
+
+    `model_facts`: what the model's family adds (`ModelBundle.facts`).
+
+    Raises:
+        NotCanonicalError: a constant argument has no form that can be written down.
+    """
+    facts = {
+        **(model_facts or {}),
+        **config_facts(config),
+        **environment_facts(config, device),
+        "module": name_of(module),
+        "module.code": _code_facts(module),
+        "module.global_hooks": [hook_form(hook) for hook in torch_private.global_hooks()],
+        "source": {name: file_digest(path) for name, path in sources_of(module).items()},
+        "inputs": [_input_facts(spec) for spec in inputs],
+        "constants": canonical(dict(constants)),
+    }
+    tensors, shape = _tensor_facts(module)
+    facts["tensors"] = shape
+    facts["tensors.digest"] = key_of({"tensors": tensors})
+    facts["modules.digest"] = key_of({"modules": _module_facts(module)})
+    return facts
+
+
+def _code_facts(module: Callable[..., Any]) -> dict[str, Any]:
+    """Return digests of the code of a module's classes, or of a callable, by name."""
+    if not isinstance(module, torch.nn.Module):
+        return {name_of(module): code_digest(module)}
+    found: dict[str, set[str]] = {}
+    for cls in {type(sub) for sub in module.modules()}:
+        if not is_versioned_class(cls):
+            found.setdefault(name_of(cls), set()).add(class_digest(cls))
+    return {name: ",".join(sorted(digests)) for name, digests in sorted(found.items())}
+
+
+def file_digest(path: str) -> str | None:
+    """Return the sha256 of a file, or None if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _input_facts(spec: InputSpec) -> list[Any]:
+    shape: list[Any] = ["s" if d in spec.dims else n for d, n in enumerate(spec.example.shape)]
+    return [spec.name, str(spec.example.dtype), shape, spec.example.device.type]
+
+
+def _tensor_facts(module: Callable[..., Any]) -> tuple[list[Any], str]:
+    """Return the signature of all parameters and buffers with their ties, and it in a few words."""
+    if not isinstance(module, torch.nn.Module):
+        return [], "none"
+    first: dict[int, str] = {}
+    storages: dict[int, str] = {}
+    rows: list[Any] = []
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        tied = first.setdefault(id(tensor), name)
+        row: list[Any] = [name, str(tensor.dtype), list(tensor.shape), tensor.device.type, tied]
+        row += [name_of(type(tensor)), str(tensor.layout), tensor.requires_grad]
+        if tensor.layout is torch.strided:
+            memory = storages.setdefault(torch_private.storage_id(tensor), name)
+            row += [list(tensor.stride()), memory, tensor.storage_offset()]
+        rows.append(row)
+    elements = sum(t.numel() for t in {id(t): t for _, t in named}.values())
+    dtypes = sorted({row[1] for row in rows})
+    return rows, f"{len(rows)} tensors, {elements} elements, {', '.join(dtypes)}"
+
+
+def _module_facts(module: Callable[..., Any]) -> list[Any]:
+    """Return names and classes of all submodules, and which of them are one and the same."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    first: dict[int, str] = {}
+    rows = []
+    for name, sub in module.named_modules(remove_duplicate=False):
+        rows.append([name, name_of(type(sub)), first.setdefault(id(sub), name)])
+    return rows
+
+
+def piece_facts(
+    document_hash: str,
+    config: Config,
+    device: torch.device,
+    *,
+    num_outputs: int,
+    ops: Mapping[str, str],
+    size: int | None = None,
+    environment: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what decides one compiled piece.
+
+    Args:
+        document_hash: of its canonical form.
+        config: resolved.
+        device: what is compiled for.
+        num_outputs: how many results it has.
+        ops: identities of the custom ops that it calls; the canonical form has their names only.
+        size: the row count that it is compiled for; None: any.
+        environment: `environment_facts`, taken before anything was compiled; None: taken now.
+    """
+    facts = {
+        "piece": document_hash,
+        "ops": dict(ops),
+        "compiler": config.compiler.name.value if config.compiler.name else None,
+        "num_outputs": num_outputs,
+    }
+    compiler = {k: v for k, v in config_facts(config).items() if k.startswith("config.compiler")}
+    del compiler["config.compiler.specialize_sizes"]  # a piece has its own size, or none
+    if size is not None:
+        facts["size"] = size
+    if environment is None:
+        environment = environment_facts(config, device)
+    return {**facts, **compiler, **environment}
+
+
+__all__ = [
+    "NotCanonicalError",
+    "environment_facts",
+    "file_digest",
+    "piece_facts",
+    "program_facts",
+]

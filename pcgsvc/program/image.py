@@ -1,0 +1,257 @@
+"""The program image: everything but functions that a runner needs from tracing and splitting.
+
+In: a traced graph and its partition, or JSON. Out: `ProgramImage`. A cold start makes it, a warm
+start reads it, and all later stages see only it: one path, whatever the start. Knows nothing of
+where it is stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.errors import CompileError
+from pcgsvc.forward.results import ResultTree, from_text
+from pcgsvc.forward.specs import Binding, SizePredicate, TensorSpec
+from pcgsvc.ops.registry import find_spec, registered_names
+from pcgsvc.program.guards import Read, code_digest
+from pcgsvc.program.pieces import Kind, Partition
+from pcgsvc.program.program import Call, ProgramSpec, Step, program_of
+from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.nodes import iter_calls
+from pcgsvc.trace.rows import Document, digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceInfo:
+    """One piece of the plan, as reports show it."""
+
+    name: str
+    kind: str
+    reason: str
+    ops: int
+    hash: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramImage:
+    """See the module docstring."""
+
+    spec: ProgramSpec
+    outputs: tuple[tuple[str, int], ...]
+    """Per tensor leaf of the result: ("graph", result index) or ("input", input index)."""
+    output_specs: tuple[TensorSpec, ...]
+    out_tree: str | None
+    """Nesting of the forward's result, written down; None: it holds a class that cannot be found
+    again by its name, and the program cannot be stored."""
+    constants: dict[int, Any]
+    """Leaves of the result that are no tensors."""
+    predicate: SizePredicate
+    mutated: tuple[str, ...]
+    """Parameters and buffers that the program writes to."""
+    pieces: tuple[PieceInfo, ...]
+    unique_regions: int
+    """Regions that differ from each other."""
+    documents: dict[str, Document]
+    """The unique regions' canonical forms by hash."""
+    matched: dict[str, int]
+    """How often each splitting op occurs."""
+    ops: dict[str, int]
+    """How often each op occurs in the traced graph."""
+    schemas: dict[str, str]
+    """Schema, tags and kernels of every op that is not torch's own, by name."""
+    reads: tuple[Read, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    """sha256 of the source files that tracing went into, by path."""
+    modules: tuple[str, ...] = ()
+    """Modules that registered the ops. They must be imported before the program can be loaded; no
+    name of a stored file is ever imported."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why a splitting op is one, where that is more than being registered."""
+    num_guards: int = 0
+    """How many guards tracing recorded."""
+    live_tree: ResultTree | None = field(default=None, compare=False, repr=False)
+    """The nesting itself, where the program was traced in this process."""
+
+    def count(self, kind: Kind) -> int:
+        """Return how many pieces are of a kind."""
+        return sum(p.kind == kind.value for p in self.pieces)
+
+    def tree(self) -> ResultTree:
+        """Return the nesting of the forward's result; CompileError if its text cannot be read."""
+        return self.live_tree or from_text(self.out_tree or "")
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the bound parameters and buffers by name; CompileError if one is missing."""
+        wanted = [b.name for b in self.spec.bindings if b.kind in ("param", "constant")]
+        missing = [name for name in wanted if name not in tensors]
+        if missing:
+            raise CompileError(f"program: the module has no tensors {missing}.")
+        return {name: tensors[name] for name in wanted}
+
+
+def image_of(
+    traced: TracedGraph,
+    partition: Partition,
+    plan: Partition,
+    *,
+    reads: list[Read],
+    files: dict[str, str],
+) -> ProgramImage:
+    """Write a traced and partitioned graph down.
+
+    Args:
+        traced: the canonical graph.
+        partition: what is compiled.
+        plan: the same graph cut into regions and boundaries, for reports.
+        reads: what tracing read.
+        files: digests of the source files that tracing went into.
+    """
+    schemas = op_schemas(traced.graph)
+    return ProgramImage(
+        spec=program_of(traced, partition),
+        outputs=tuple(traced.outputs),
+        output_specs=tuple(traced.output_specs),
+        out_tree=traced.out_tree.to_text(),
+        constants=dict(traced.constants),
+        predicate=traced.predicate,
+        mutated=tuple(traced.mutated),
+        pieces=tuple(
+            PieceInfo(
+                name=p.name, kind=p.kind.value, reason=p.reason, ops=len(p.nodes), hash=p.hash
+            )
+            for p in plan.pieces
+        ),
+        unique_regions=len(plan.unique()) if plan is partition else plan.count(Kind.REGION),
+        documents={h: p.document for h, p in partition.unique().items() if p.document is not None},
+        matched=dict(partition.matched),
+        reasons=dict(partition.reasons),
+        ops=dict(traced.ops),
+        schemas=schemas,
+        reads=tuple(reads),
+        files=files,
+        modules=tuple(sorted(_op_modules(schemas))),
+        num_guards=len(traced.guards),
+        live_tree=traced.out_tree,
+    )
+
+
+# ---- custom ops ----------------------------------------------------------------------------------
+
+
+def op_schemas(graph: torch.fx.Graph) -> dict[str, str]:
+    """Return what identifies every op of a graph that is not torch's own."""
+    names = {torch_private.op_name(n.target) for n in iter_calls(graph) if n.op == "call_function"}
+    own = {n for n in names if n is not None and not n.startswith(("aten::", "prims::"))}
+    return {name: op_identity(name) for name in sorted(own)}
+
+
+def op_identity(name: str) -> str:
+    """Return schema, tags, and digests of the Python kernels of one op, in one line.
+
+    Two processes may declare one name differently; Inductor's own key does not see that.
+    """
+    namespace, _, op = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), op, None)
+    if packet is None:
+        return "absent"
+    tags = sorted(t.name for t in torch_private.op_tags(packet))
+    spec = find_spec(name)
+    kernels = torch_private.op_functions(name) if spec is None else [spec.kernel, spec.fake]
+    digests = [code_digest(function) for function in kernels if function is not None]
+    schemas = " | ".join(torch_private.op_schemas(packet))
+    return f"{schemas} tags={tags} kernels={digests}"
+
+
+def custom_ops(document: Document) -> list[str]:
+    """Return the names of the ops in a piece that are not torch's own, sorted."""
+    names = {
+        "::".join(target.removeprefix("torch.ops.").split(".")[:2])
+        for op, target, _, _ in document["rows"]
+        if op == "call_function" and target.startswith("torch.ops.")
+    }
+    return sorted(n for n in names if not n.startswith(("aten::", "prims::")))
+
+
+def _op_modules(schemas: Mapping[str, str]) -> set[str]:
+    found = {s.kernel.__module__ for name in schemas if (s := find_spec(name)) is not None}
+    return found - {"__main__"}
+
+
+def new_boundaries(image: ProgramImage, names: list[str] | None) -> list[str]:
+    """Return ops of the graph that would be boundaries now and were not when it was partitioned."""
+    if names is not None:
+        return []
+    return sorted((set(registered_names()) & set(image.ops)) - set(image.matched))
+
+
+# ---- JSON ----------------------------------------------------------------------------------------
+
+
+def to_json(image: ProgramImage) -> bytes:
+    """Return an image as JSON."""
+    tree = asdict(replace(image, live_tree=None))
+    del tree["live_tree"]
+    tree["spec"]["steps"] = [{**s, "kind": s["kind"].value} for s in tree["spec"]["steps"]]
+    tree["constants"] = sorted(image.constants.items())
+    return json.dumps(tree, sort_keys=True).encode()
+
+
+def from_json(data: bytes) -> ProgramImage:
+    """Read an image; CompileError if it is not one."""
+    try:
+        tree = json.loads(data)
+        spec = tree.pop("spec")
+        image = ProgramImage(
+            spec=ProgramSpec(
+                bindings=tuple(_binding(b) for b in spec["bindings"]),
+                num_values=spec["num_values"],
+                steps=tuple(_step(s) for s in spec["steps"]),
+                outputs=tuple(spec["outputs"]),
+            ),
+            outputs=tuple((kind, index) for kind, index in tree.pop("outputs")),
+            output_specs=tuple(_tensor_spec(t) for t in tree.pop("output_specs")),
+            constants={int(k): v for k, v in tree.pop("constants")},
+            predicate=SizePredicate(
+                **{k: tuple(v) for k, v in tree.pop("predicate").items()},
+            ),
+            pieces=tuple(PieceInfo(**p) for p in tree.pop("pieces")),
+            reads=tuple(Read(**r) for r in tree.pop("reads")),
+            mutated=tuple(tree.pop("mutated")),
+            modules=tuple(tree.pop("modules")),
+            **tree,
+        )
+        wrong = [h for h, document in image.documents.items() if digest(document) != h]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CompileError(
+            f"stored program: malformed ({type(error).__name__}: {error})"
+        ) from error
+    # A forward that returns its inputs as they are has neither pieces nor steps.
+    if wrong or (image.spec.steps and not image.pieces):
+        raise CompileError(f"stored program: no pieces, or documents that are not theirs: {wrong}")
+    return image
+
+
+def _binding(tree: dict[str, Any]) -> Binding:
+    spec = tree["spec"]
+    return Binding(
+        kind=tree["kind"], name=tree["name"], spec=None if spec is None else _tensor_spec(spec)
+    )
+
+
+def _tensor_spec(tree: dict[str, Any]) -> TensorSpec:
+    shape, stride = tuple(tree["shape"]), tuple(tree["stride"])
+    return TensorSpec(**{**tree, "shape": shape, "stride": stride})
+
+
+def _step(tree: dict[str, Any]) -> Step:
+    calls = tuple(Call(**{**c, "row_args": tuple(c["row_args"])}) for c in tree["calls"])
+    numbers = {k: tuple(tree[k]) for k in ("inputs", "outputs", "dead")}
+    return Step(
+        name=tree["name"], kind=Kind(tree["kind"]), piece=tree["piece"], calls=calls, **numbers
+    )

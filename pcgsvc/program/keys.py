@@ -1,0 +1,56 @@
+"""Facts -> key. Facts are a flat, readable dict, hashed whole and stored beside what they name.
+
+In: a config and facts that others have gathered. Out: hex keys. Imports no stage; knows nothing of
+graphs or of where entries lie.
+
+Every setting counts unless it stands in `NOT_IN_KEY`, and every fact counts. Not among them: paths,
+host names, process ids, times, ports and the values of weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pcgsvc.config import Config, to_dict
+from pcgsvc.config.settings import NOT_IN_KEY
+from pcgsvc.version import __version__
+
+FORMAT = 2
+"""Counts up when what is stored changes its meaning."""
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """Return the hex sha256 of facts of JSON types; the order of names does not matter."""
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def config_facts(config: Config) -> dict[str, Any]:
+    """Return every setting that counts, as `config.<dotted name>`."""
+    return {
+        f"config.{name}": value for name, value in _flat(to_dict(config), "") if not _ignored(name)
+    }
+
+
+def version_facts() -> dict[str, Any]:
+    """Return what stored entries depend on of this package."""
+    return {"pcgsvc": __version__, "format": FORMAT}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        dotted = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            found += _flat(value, f"{dotted}.")
+        else:
+            found.append((dotted, value))
+    return found
+
+
+def _ignored(name: str) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[: n + 1]) in NOT_IN_KEY for n in range(len(parts)))

@@ -1,0 +1,48 @@
+"""How a forward's result is put together from graph results.
+
+In: results of a replay. Out: the result with the forward's own structure. Knows nothing of graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pcgsvc.forward.results import ResultTree
+from pcgsvc.forward.specs import TensorSpec
+
+
+@dataclass(kw_only=True)
+class OutputPlan:
+    """How a forward's result is put together from graph results."""
+
+    leaves: list[tuple[str, int]]
+    """Per tensor leaf: ("graph", result index) or ("input", input index)."""
+    constants: dict[int, Any]
+    """Leaves that are no tensors, by leaf index."""
+    tree: ResultTree
+    """How the leaves are nested."""
+    specs: list[TensorSpec]
+    """Per graph result."""
+
+    def cut(self, results: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        """Return the true rows of graph results, as views."""
+        cut: list[torch.Tensor] = []
+        for result, spec in zip(results, self.specs, strict=True):
+            for dim in spec.row_dims():
+                result = result.narrow(dim, 0, rows)
+            cut.append(result)
+        return cut
+
+    def build(self, results: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:
+        """Return the forward's result with its own structure."""
+        if self.tree.is_leaf and self.leaves == [("graph", 0)]:
+            return results[0]
+        given = list(inputs.values())
+        tensors = iter(results[i] if k == "graph" else given[i] for k, i in self.leaves)
+        count = len(self.leaves) + len(self.constants)
+        leaves = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
+        return self.tree.build(leaves)

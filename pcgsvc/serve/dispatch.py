@@ -1,0 +1,100 @@
+"""Modes, descriptors and sizes: which captured graph serves which batch.
+
+In: the requested mode, what the program's boundaries support, and the entries that exist. Out: a
+`Dispatch` per batch. Knows nothing of how entries are captured or replayed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pcgsvc.capture.plan import BatchDescriptor
+from pcgsvc.config import Mode
+from pcgsvc.ops.modes import NONE, Resolution
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What a batch would run."""
+
+    mode: Mode
+    """`full`, `piecewise` or `none`."""
+    descriptor: BatchDescriptor
+    """The entry, or for `none` the batch as it is."""
+    reason: str
+    """Why this and not another."""
+
+
+class DispatchTable:
+    """Finds the entry of a batch. Made from the entries that exist, not from those asked for."""
+
+    def __init__(
+        self,
+        resolution: Resolution,
+        entries: Iterable[tuple[Mode, BatchDescriptor]],
+        *,
+        uniform_query_len: int,
+        max_reqs: int,
+        skipped: dict[int, str],
+    ) -> None:
+        self._resolution = resolution
+        self._query_len = uniform_query_len
+        self._max_reqs = max_reqs
+        self._skipped = skipped
+        keys = list(entries)
+        self._uniform = self._ladder(k for k in keys if k[1].uniform)
+        self._general = self._ladder(k for k in keys if not k[1].uniform)
+
+    @staticmethod
+    def _ladder(keys: Iterable[tuple[Mode, BatchDescriptor]]) -> list[tuple[Mode, BatchDescriptor]]:
+        """Return by row count the next entry that is large enough (index 0 is unused)."""
+        ordered = sorted(keys, key=lambda k: k[1].num_tokens)
+        sizes = [k[1].num_tokens for k in ordered]
+        rows = range(sizes[-1] + 1) if sizes else ()
+        return [ordered[bisect.bisect_left(sizes, n)] for n in rows]
+
+    def is_uniform(self, query_lens: Sequence[int]) -> bool:
+        """Whether every request has exactly the uniform number of new tokens."""
+        first = self._query_len
+        return all(n == first for n in query_lens)
+
+    def find(
+        self, num_tokens: int, num_reqs: int, uniform: bool
+    ) -> tuple[Mode, BatchDescriptor] | None:
+        """Return the entry that serves a batch, or None."""
+        if num_reqs > self._max_reqs:
+            return None
+        if uniform and num_tokens < len(self._uniform):
+            return self._uniform[num_tokens]
+        if num_tokens < len(self._general):
+            return self._general[num_tokens]
+        return None
+
+    def plan(self, num_tokens: int, num_reqs: int, uniform: bool) -> Dispatch:
+        """Return what a batch would run and why."""
+        found = self.find(num_tokens, num_reqs, uniform)
+        if found is not None:
+            mode, key = found
+            padding = key.num_tokens - num_tokens
+            what = "uniform batch" if key.uniform else "any batch"
+            return Dispatch(mode, key, f"{what}, {padding} padding rows")
+        batch = BatchDescriptor(num_tokens, num_reqs, uniform)
+        return Dispatch(NONE, batch, self.why_none(num_tokens, num_reqs, uniform))
+
+    def why_none(self, num_tokens: int, num_reqs: int, uniform: bool) -> str:
+        """Return why no entry serves a batch."""
+        half = self._resolution.decode if uniform else self._resolution.mixed
+        if half is NONE:
+            return f"mode {self._resolution.resolved.value} captures nothing for such batches"
+        if num_reqs > self._max_reqs:
+            return f"more requests than attention.max_num_reqs={self._max_reqs}"
+        if self._skipped and max(self._skipped) >= num_tokens:
+            size = min(s for s in self._skipped if s >= num_tokens)
+            return f"size {size} was skipped: {self._skipped[size]}"
+        return "above the largest capture size"
+
+    def wants(self, uniform: bool) -> bool:
+        """Whether the mode means to serve such batches with graphs at all."""
+        return (self._resolution.decode if uniform else self._resolution.mixed) is not NONE

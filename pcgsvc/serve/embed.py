@@ -1,0 +1,115 @@
+"""Sentence vectors: a small batch builder that drives a runner for encoders.
+
+In: texts. Out: one vector each: the mean of the text's hidden rows, scaled to length 1. Not a
+serving engine: texts are packed in their order, nothing is scheduled. Knows nothing of graphs.
+
+Pooling lies outside the graphs, behind the runner's cut: a step has as many result rows as tokens,
+and vectors are as many as requests. What is pooled are true rows only, whatever size was replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from pcgsvc.errors import BatchError, ConfigError
+from pcgsvc.forward.batch import Batch
+
+if TYPE_CHECKING:
+    from pcgsvc.forward.bundle import EmbeddingSpec
+    from pcgsvc.serve.runner import Runner
+
+
+def embed(runner: Runner, texts: Sequence[str], *, truncate: bool = False) -> torch.Tensor:
+    """Return one vector per text.
+
+    Args:
+        runner: of an encoder with a tokenizer (`model=minilm`, or `model=encoder` with weights).
+        texts: at least one; an empty text is its special tokens.
+        truncate: cut a text that is too long; otherwise it is an error.
+
+    Returns:
+        [texts, E] float32 on the runner's device, each of length 1; the caller's own.
+
+    Raises:
+        ConfigError: the model is no encoder, or has no tokenizer.
+        BatchError: no text, or one that is too long.
+    """
+    spec, limit = _spec(runner), _limit(runner)
+    if spec.encode is None:
+        raise ConfigError(
+            "embed: this encoder has no tokenizer. Use model=minilm, or embed_ids(...)."
+        )
+    if isinstance(texts, str):
+        raise BatchError("embed: got one text, a list of texts is needed: embed([text]).")
+    return embed_ids(runner, [spec.encode(text, limit if truncate else None) for text in texts])
+
+
+def embed_ids(runner: Runner, ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return one vector per list of token ids, special tokens included; see `embed`."""
+    limit = _limit(runner)
+    if not ids:
+        raise BatchError("embed: got no text, at least one is needed.")
+    for at, text in enumerate(ids):
+        if not 1 <= len(text) <= limit:
+            raise BatchError(
+                f"embed: text {at} has {len(text)} tokens, 1 to {limit} are possible (the model "
+                f"takes {_spec(runner).max_length}, attention.max_model_len is "
+                f"{runner.parts.config.attention.max_model_len}); pass truncate=True to cut texts."
+            )
+    parts = runner.parts
+    most = max((k[1].num_tokens for k in parts.table.entries), default=parts.workspace.max_tokens)
+    return torch.cat([_step(runner, c) for c in _chunks(ids, most, parts.workspace.max_reqs)])
+
+
+def pool(hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return the mean of each request's rows of hidden [T, E], scaled to length 1, in fp32."""
+    counts = torch.tensor(lengths, device=hidden.device)
+    mean = torch.segment_reduce(hidden.float(), "mean", lengths=counts, axis=0, unsafe=True)
+    return functional.normalize(mean, dim=-1)
+
+
+def _spec(runner: Runner) -> EmbeddingSpec:
+    spec = runner.parts.embedding
+    if spec is None:
+        raise ConfigError(
+            f"embed: model={runner.parts.config.model.name} gives no sentence vectors; use "
+            "model=minilm or model=encoder."
+        )
+    return spec
+
+
+def _limit(runner: Runner) -> int:
+    stated = runner.parts.config.attention.max_model_len
+    longest = _spec(runner).max_length
+    return longest if stated is None else min(longest, stated)
+
+
+def _chunks(
+    ids: Sequence[Sequence[int]], most: int, max_reqs: int
+) -> Iterator[list[Sequence[int]]]:
+    """Pack whole texts, in order, into batches of at most `most` rows and `max_reqs` requests.
+
+    A text that is longer than `most` is a batch of its own, which no graph serves.
+    """
+    chunk: list[Sequence[int]] = []
+    for text in ids:
+        if chunk and (sum(map(len, chunk)) + len(text) > most or len(chunk) == max_reqs):
+            yield chunk
+            chunk = []
+        chunk.append(text)
+    yield chunk
+
+
+def _step(runner: Runner, chunk: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Run one batch of whole texts and pool it."""
+    lengths = [len(text) for text in chunk]
+    device = runner.parts.workspace.device
+    ids = torch.tensor([token for text in chunk for token in text], device=device)
+    positions = torch.tensor([at for length in lengths for at in range(length)], device=device)
+    with runner.lock:  # with outputs=view, nobody may call between the run and the pooling
+        hidden = runner(ids, positions, torch.zeros_like(ids), batch=Batch(query_lens=lengths))
+        return pool(hidden, lengths)

@@ -1,1 +1,0 @@
-"""Running the jobs of a sweep apart from each other, and gathering what became of them."""

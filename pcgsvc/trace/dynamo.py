@@ -1,0 +1,202 @@
+"""Model -> one canonical graph.
+
+In: a module and how its inputs look. Out: `TracedGraph`: torch-level FX nodes with one symbol for
+the row count, parameters lifted and bound to their names, the assumptions that tracing made. Knows
+nothing of splitting, compilers or graphs to replay.
+
+Dynamo does the tracing and is then out of the loop, so its guards protect nothing any more. What
+replaces them: `SizePredicate` for everything assumed of the row count, and `Guard` records for
+everything else that was read.
+
+Tracing executes nothing: the backend hook hands Dynamo's bytecode sentinels in place of results.
+The bytecode puts them where the results would go, which tells the output structure and shows side
+effects; module attributes are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.errors import TraceError
+from pcgsvc.forward.objects import tensors_of
+from pcgsvc.forward.specs import InputSpec
+from pcgsvc.ops import breaks, context
+from pcgsvc.trace.canonical import Canonical, Seen
+from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.nodes import frames_of
+
+_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101)
+
+
+def trace(
+    module: Callable[..., Any],
+    inputs: Sequence[InputSpec],
+    constants: Mapping[str, Any],
+) -> TracedGraph:
+    """Trace `module(**inputs, **constants)` into one canonical graph; runs no kernel.
+
+    Args:
+        module: a module in eval mode, or any callable of keyword arguments.
+        inputs: tensor inputs; at least one has a row dimension.
+        constants: arguments that are no tensors; frozen into the graph.
+
+    Raises:
+        TraceError: Dynamo cannot trace the forward whole, a row dimension came out fixed, the
+            forward has a side effect on Python state, or a size depends on data. The message
+            names the user's line where there is one.
+    """
+    size = _pick_size(module, inputs)
+    examples = [_example(spec, size) for spec in inputs]
+    seen = Seen(examples)
+    function = _fresh_function(module, inputs, constants)
+    before = Attributes(module)
+    hook = [seen]  # Dynamo's caches keep the backend for ever; they must not keep the model
+    try:
+        with torch.no_grad():
+            result = torch_private.dynamo_trace(
+                function,
+                examples,
+                lambda graph, inputs: hook[0].backend(graph, inputs),
+                lambda guards: hook[0].guard_sink(guards),
+            )
+    except torch_private.dynamo_errors() as error:
+        names = [spec.name for spec in inputs]
+        raise TraceError(seen.refusal or _explain(error, names)) from error
+    finally:
+        hook.clear()
+        changed = before.restore()
+    return Canonical(module, inputs, seen, result, changed, size).build()
+
+
+def _pick_size(module: Callable[..., Any], inputs: Sequence[InputSpec]) -> int:
+    """Return a prime that is no dimension of any tensor in sight, so that no size is special."""
+    if not any(spec.dims for spec in inputs):
+        raise TraceError(
+            "dynamic_dims: no input has a row dimension, so there is no size to capture for. Name "
+            "one, e.g. dynamic_dims={'x': 0}."
+        )
+    taken: set[int] = set()
+    for tensor in tensors_of(module).values():
+        taken |= set(tensor.shape)
+    for spec in inputs:
+        taken |= {n for d, n in enumerate(spec.example.shape) if d not in spec.dims}
+    candidates: Iterator[int] = itertools.chain(_PRIMES, itertools.count(103, 2))
+    return next(p for p in candidates if p not in taken)
+
+
+def _example(spec: InputSpec, size: int) -> torch.Tensor:
+    example = torch.zeros(spec.shape(size), dtype=spec.example.dtype, device=spec.example.device)
+    for dim in spec.dims:
+        torch_private.mark_dynamic(example, dim)
+    return example
+
+
+def _fresh_function(
+    module: Callable[..., Any], inputs: Sequence[InputSpec], constants: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return a function with a code object of its own.
+
+    Dynamo counts recompilations per code object, and a class has one `forward`: without this the
+    ninth runner of a class in one process would hit the recompile limit.
+
+    It compares the row dimensions with each other, which makes one symbol of them: inputs that
+    never meet in the forward would have independent ones.
+    """
+    names = [spec.name for spec in inputs]
+    places = [(at, dim) for at, spec in enumerate(inputs) for dim in spec.dims]
+
+    def traced(*tensors: torch.Tensor) -> Any:
+        at, dim = places[0]
+        rows = tensors[at].shape[dim]
+        for at, dim in places[1:]:
+            if tensors[at].shape[dim] != rows:
+                raise ValueError("inputs of other row counts")
+        return module(**dict(zip(names, tensors, strict=True)), **constants)
+
+    traced.__code__ = traced.__code__.replace(co_name=f"traced_{uuid.uuid4().hex}")
+    return traced
+
+
+def _explain(error: Exception, names: Sequence[str]) -> str:
+    """Return Dynamo's reason with the user's line first, and the ways out."""
+    text = str(error).strip()
+    fixed = re.search(r"Constraints violated \(L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]\)", text)
+    if fixed is not None:
+        name, dim = names[int(fixed.group(1))], fixed.group(2)
+        text = (
+            f"dynamic_dims: dimension {dim} of {name!r} came out fixed: the forward compares it "
+            f"with a constant. Remove the comparison, or take it out of dynamic_dims.\n{text}"
+        )
+    lines = frames_of(text)
+    ours = (breaks.__file__, context.__file__)  # frames between the user's line and Dynamo
+    where = next(
+        (
+            f"{f}:{n} in {fn}"
+            for f, n, fn in reversed(lines)
+            if "/torch/" not in f and f not in ours
+        ),
+        "the forward",
+    )
+    reason = re.split(r"\n\n(?:from user code| *Developer debug context)", text)[0].strip()
+    return (
+        f"the model cannot be traced whole, because of {where}:\n{reason}\n"
+        "Ways out: compute it in __init__; or wrap it in a @pcgsvc.splitting_op, which runs "
+        "outside the graphs; or set partition.strategy=breakable, which traces nothing."
+    )
+
+
+class Attributes:
+    """The Python state of a module tree, to put back after tracing."""
+
+    def __init__(self, module: Callable[..., Any]) -> None:
+        modules = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {}
+        self.saved = [(name, m, self._copy(m)) for name, m in modules.items()]
+
+    @staticmethod
+    def _copy(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+        """Return each attribute with a shallow copy of its content if it is a container."""
+        kinds = (dict, list, set)
+        return {k: (v, v.copy() if isinstance(v, kinds) else None) for k, v in vars(module).items()}
+
+    def restore(self) -> dict[str, Any]:
+        """Put everything back; return what tracing had changed, by dotted name."""
+        changed: dict[str, Any] = {}
+        for name, module, saved in self.saved:
+            prefix = f"{name}." if name else ""
+            now: dict[str, Any] = module.__dict__
+            for key in [k for k in now if k not in saved]:
+                changed[prefix + key] = now.pop(key)
+            for key, (value, content) in saved.items():
+                if now.get(key, self) is not value:
+                    changed[prefix + key] = now.get(key)
+                    now[key] = value
+                if content is not None and not _same_content(value, content):
+                    changed |= self._refill(prefix, key, value, content)
+        return changed
+
+    @staticmethod
+    def _refill(prefix: str, key: str, value: Any, content: Any) -> dict[str, Any]:
+        changed: dict[str, Any] = {prefix + key: value}
+        if isinstance(value, dict):
+            inner = "" if key in ("_buffers", "_parameters", "_modules") else f"{key}."
+            changed = {
+                f"{prefix}{inner}{k}": v for k, v in value.items() if content.get(k, key) is not v
+            }
+        value.clear()
+        value.extend(content) if isinstance(value, list) else value.update(content)
+        return changed
+
+
+def _same_content(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+    return bool(a == b)

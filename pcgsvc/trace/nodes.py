@@ -1,0 +1,100 @@
+"""What an FX node of a Dynamo graph is: its op's names, what it writes to, whose line it is.
+
+In: FX nodes. Out: facts about them. Knows nothing of pieces or of how a graph was made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pcgsvc import torch_private
+
+
+def op_names(node: torch.fx.Node) -> list[str]:
+    """Return the names by which a node's op may be asked for: `ns::op` first, then Python names."""
+    if node.op == "call_method":
+        return [f"aten::{node.target}", f"Tensor.{node.target}"]
+    if node.op != "call_function":
+        return []
+    name = torch_private.op_name(node.target)
+    if name is not None:
+        return [name]
+    short = getattr(node.target, "__name__", str(node.target))
+    qualified = torch_private.qualified_name(node.target)  # type: ignore[arg-type]
+    return [f"aten::{short}", qualified, qualified.replace("torch._C._nn", "torch.nn.functional")]
+
+
+_INPLACE_OPERATORS = {
+    getattr(operator, f"i{name}")
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+        "matmul",
+    ]
+} | {operator.setitem}
+
+
+def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the tensor arguments that a node writes to, by schema or by torch's naming rule."""
+    found: list[Any] = []
+    schema = torch_private.op_schema(node.target) if node.op == "call_function" else None
+    if schema is not None:
+        for at, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                found.append(
+                    node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+                )
+    elif node.op in ("call_function", "call_method"):
+        name = (
+            str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        )
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or node.target in _INPLACE_OPERATORS or node.kwargs.get("inplace") is True:
+            found.append(node.args[0] if node.args else node.kwargs.get("input"))
+        found.append(node.kwargs.get("out"))
+    leaves = itertools.chain.from_iterable(pytree.tree_leaves(f) for f in found)
+    return [
+        n
+        for n in leaves
+        if isinstance(n, torch.fx.Node) and isinstance(n.meta.get("example_value"), torch.Tensor)
+    ]
+
+
+_TRACER = str(Path(__file__).with_name("dynamo.py"))
+"""Its frames lie between Dynamo and the model, and say nothing to a user."""
+
+
+def frames_of(text: str) -> list[tuple[str, str, str]]:
+    """Return (file, line, function) of each frame in a traceback, but for the tracer's own."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+    return [frame for frame in frames if frame[0] != _TRACER]
+
+
+def user_line(node: torch.fx.Node) -> str:
+    """Return `file:line in function` of the user's code behind a node."""
+    frames = frames_of(node.stack_trace or "")
+    own = [f for f in frames if "/torch/" not in f[0]] or frames
+    return "{}:{} in {}".format(*own[-1]) if own else f"graph node {node.name}"
+
+
+def iter_calls(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """Yield the nodes that compute something."""
+    return (n for n in graph.nodes if n.op in ("call_function", "call_method", "call_module"))
