@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_helpers import make_context
 from torch import nn
 
 import pcgsvc
@@ -26,6 +27,7 @@ from pcgsvc.config import (
     PartitionConfig,
 )
 from pcgsvc.forward.arguments import input_specs, read_arguments
+from pcgsvc.ops.context import use_context
 from pcgsvc.partition.fx import partition_fx
 from pcgsvc.program.pieces import Kind, Partition
 from pcgsvc.trace.dynamo import trace
@@ -146,6 +148,19 @@ def attended(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     torch.ops.toy.attend(x, out)
     return out
+
+
+def device_forward(x: torch.Tensor) -> torch.Tensor:
+    """Hold a boundary that any graph may hold."""
+    out = torch.empty_like(x)
+    torch.ops.toy.device_only(x * 2, out)
+    return out + x
+
+
+def plain(module: Callable[..., Any], *args: Any) -> Any:
+    """Call a module as itself, all rows of its first argument being one request."""
+    with torch.no_grad(), use_context(make_context(None, [len(args[0])])):
+        return module(*args)
 
 
 def rows(count: int, width: int = WIDTH, seed: int = 0) -> torch.Tensor:
