@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from model_helpers import make_context
 from torch import nn
 
 import pcgsvc
+from pcgsvc.capture.plan import plan_capture
+from pcgsvc.check.verify import verify
 from pcgsvc.config import (
     AttentionConfig,
     BenchConfig,
@@ -26,6 +29,7 @@ from pcgsvc.config import (
     Outputs,
     PartitionConfig,
 )
+from pcgsvc.events import Phases
 from pcgsvc.forward.arguments import input_specs, read_arguments
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.fx import partition_fx
@@ -214,6 +218,16 @@ def build(
         dynamic_dims=dims or {"x": 0},
         config=make_config(**settings),
     )
+
+
+def verified(runner: pcgsvc.Runner, seed: int = 7) -> list[dict[str, Any]]:
+    """Verify a built runner once more, on other inputs."""
+    request = replace(runner.request, config=replace(runner.request.config, seed=seed))
+    plan = plan_capture(request, runner.model.image)
+    with runner.lock:
+        found = verify(runner.model, runner.memory, runner.table, request, plan, Phases())
+    assert found.rows is not None
+    return found.rows
 
 
 def trace_of(

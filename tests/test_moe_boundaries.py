@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import rows
+from core_helpers import rows, verified
 from moe_helpers import TINY, moe_config, run_job
 from torch import nn
 
 import pcgsvc
 from pcgsvc import torch_private
-from pcgsvc.check.verify import verify
 from pcgsvc.config import Config, Mode, ModelConfig, MoeConfig, PartitionConfig
 from pcgsvc.errors import ConfigError, PcgError
-from pcgsvc.forward.samples import Samples
 from pcgsvc.jobs.app import main
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.expert_choice import choose
@@ -85,14 +83,12 @@ def test_verification_compares_arithmetic_where_routers_tie(
 
     words = [*TINY, "mode=piecewise", "cache.mode=off", "model.moe.top_k=1"]
     with pcgsvc.load_runner(words) as runner:
-        parts = runner.parts
-        for layer in parts.module.layers:  # type: ignore[attr-defined]
+        for layer in runner.model.module.layers:  # type: ignore[attr-defined]
             layer.router.weight[1::2] = layer.router.weight[::2]  # experts in pairs of equal logits
         monkeypatch.setattr("pcgsvc.ops.experts.choose", noisy)
 
         def errors() -> list[float]:
-            samples = Samples(parts.workspace, parts.make_inputs, seed=1, query_len=1)
-            return [row["max_rel_err"] for row in verify(runner.parts, samples, seed=0)]
+            return [row["max_rel_err"] for row in verified(runner)]
 
         assert max(errors()) == 0
         monkeypatch.setattr("pcgsvc.check.verify.following", lambda *_: contextlib.nullcontext())

@@ -38,20 +38,20 @@ def test_closing_frees_buffers_and_program_though_the_runner_is_kept() -> None:
     """M4."""
     runner = build(toy(1), sizes=[4])
     runner(rows(3))
-    parts = runner.parts
-    entry = next(iter(parts.table.entries.values()))
+    entry = next(iter(runner.table.entries.values()))
     dead = [
         weakref.ref(o)
         for o in (
-            parts,
-            parts.workspace.buffers["x"],
-            parts.workspace,
-            parts.program,
+            runner.request,
+            runner.model,
+            runner.memory.buffers["x"],
+            runner.memory,
+            runner.model.program,
             entry,
             entry.outputs[0],
         )
     ]
-    del parts, entry
+    del entry
     runner.close()
     gc.collect()
     assert [r() for r in dead] == [None] * len(dead)
@@ -124,13 +124,13 @@ def test_the_memory_of_one_capture_is_not_lost_when_a_size_is_never_called() -> 
     with build(toy(1), sizes=[2, 4, 8]) as runner:
         addresses = {
             key[1].num_tokens: entry.outputs[0].data_ptr()
-            for key, entry in runner.parts.table.entries.items()
+            for key, entry in runner.table.entries.items()
         }
         assert len(set(addresses.values())) == 3
         runner(rows(8))
         assert {
             key[1].num_tokens: entry.outputs[0].data_ptr()
-            for key, entry in runner.parts.table.entries.items()
+            for key, entry in runner.table.entries.items()
         } == addresses
 
 
@@ -144,7 +144,7 @@ def test_rows_may_lie_in_another_dimension_than_the_first() -> None:
         for count in (1, 2, 5, 8):
             x = torch.randn(3, count)
             assert torch.equal(runner(x), x * 2 + 1)
-            assert all(view.is_contiguous() for view in runner.parts.workspace.views(2).values())
+            assert all(view.is_contiguous() for view in runner.memory.views(2).values())
 
 
 def test_profiler_ranges_carry_the_pieces_names() -> None:

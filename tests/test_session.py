@@ -48,7 +48,7 @@ def test_a_replay_is_exactly_the_module(mode: str) -> None:
 
 def test_n_boundaries_give_n_and_one_segments_and_full_gives_one() -> None:
     with build(toy(3), sizes=[4]) as runner:
-        (entry,) = runner.parts.table.entries.values()
+        (entry,) = runner.table.entries.values()
         assert entry.is_region == (True, False) * 3 + (True,)
         assert entry.num_graphs == 4
         assert entry.boundaries == ("toy::attend",) * 3
@@ -61,7 +61,7 @@ def test_n_boundaries_give_n_and_one_segments_and_full_gives_one() -> None:
         return x
 
     with build(forward, mode="full", sizes=[4]) as runner:
-        (entry,) = runner.parts.table.entries.values()
+        (entry,) = runner.table.entries.values()
         assert entry.is_region == (True,)
 
 
@@ -139,9 +139,9 @@ def test_poison_of_other_entries_changes_no_result() -> None:
         for at, size in enumerate((8, 1, 4, 2, 7, 3, 8)):
             x = rows(size, seed=at)
             torch.testing.assert_close(runner(x), plain(toy(2), x))
-        owned = runner.parts.table.owned
-        assert all(owned.values())
-        assert any(t.isnan().any() for ts in owned.values() for t in ts if t.is_floating_point())
+        owned = [entry.owned for entry in runner.table.entries.values()]
+        assert all(owned)
+        assert any(t.isnan().any() for ts in owned for t in ts if t.is_floating_point())
 
 
 def test_poison_shows_a_read_of_another_entry_s_memory() -> None:
@@ -158,7 +158,7 @@ def test_poison_shows_a_read_of_another_entry_s_memory() -> None:
         return out + 0
 
     with build(forward, poison=True, sizes=[4, 8], self_check=False) as runner:
-        captured = {id(t): t for ts in runner.parts.table.owned.values() for t in ts}
+        captured = {id(t): t for entry in runner.table.entries.values() for t in entry.owned}
         leak[:] = [t for t in captured.values() if t.shape[0] == 8][:1]
         assert torch.isnan(runner(rows(4))).all()
 

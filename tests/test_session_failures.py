@@ -61,7 +61,7 @@ def test_a_capture_that_fails_at_one_size_leaves_the_others(collector: bool) -> 
     try:
         with build(failing, sizes=[2, 4, 8]) as runner:
             assert gc.isenabled() is collector
-            assert "no room" in runner.parts.table.skipped[8]
+            assert "no room" in runner.table.skipped[8]
             BROKEN.clear()
             for size in (1, 4, 3, 8):
                 assert torch.equal(runner(rows(size)), rows(size) * 4 + 1)
@@ -81,8 +81,8 @@ def test_a_failed_size_leaves_nothing_of_itself_behind() -> None:
 
     BROKEN.append(at_the_capture_run(RuntimeError("no room")))
     with build(forward, sizes=[4, 8]) as runner:
-        (owned,) = runner.parts.table.owned.values()
-        assert {t.shape[0] for t in owned} == {4}
+        (entry,) = runner.table.entries.values()
+        assert {t.shape[0] for t in entry.owned} == {4}
 
 
 def test_a_size_that_fails_in_its_warm_up_is_skipped_too() -> None:
@@ -97,7 +97,7 @@ def test_a_size_that_fails_in_its_warm_up_is_skipped_too() -> None:
             return x + self.table[torch.arange(x.shape[0])]
 
     with build(Positions().eval(), mode="full", sizes=[4, 8]) as runner:
-        assert list(runner.parts.table.skipped) == [8]
+        assert list(runner.table.skipped) == [8]
         assert runner(rows(3)).shape == (3, WIDTH)
 
 
@@ -135,9 +135,7 @@ def test_an_interrupt_inside_a_segment_leaves_no_mode_behind() -> None:
 
 def test_a_memory_budget_keeps_what_fits_and_says_what_did_not() -> None:
     with build(toy(2), sizes=[4, 8, 64]) as runner:
-        used = {
-            k[1].num_tokens: sum(t.nbytes for t in v) for k, v in runner.parts.table.owned.items()
-        }
+        used = {k[1].num_tokens: e.owned_bytes for k, e in runner.table.entries.items()}
     budget = used[8] + used[4]
     with build(toy(2), sizes=[4, 8, 64], memory_budget=budget) as runner:
         assert runner.report["graphs"]["sizes"] == [4, 8]
@@ -156,7 +154,7 @@ def test_sizes_beyond_the_predicate_are_skipped_and_run_by_the_module() -> None:
 
     with build(forward, mode="full", sizes=[2, 4, 8]) as runner:
         assert runner.report["graphs"]["sizes"] == [8]
-        assert all("s" in r for r in runner.parts.table.skipped.values())
+        assert all("s" in r for r in runner.table.skipped.values())
         for size in (5, 8, 50):
             assert torch.equal(runner(rows(size)), rows(size) * 2)
 

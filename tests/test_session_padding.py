@@ -86,7 +86,7 @@ def test_a_boundary_leaves_padding_rows_zero(op: Callable[..., Any], mode: str) 
     with build(forward, mode=mode, sizes=[8], self_check=False) as runner:
         runner(rows(8))
         runner(rows(5))
-        (entry,) = runner.parts.table.entries.values()
+        (entry,) = runner.table.entries.values()
         assert entry.outputs[0].shape[1] == 8
         assert (entry.outputs[0][:, :5] != 0).all()
         assert (entry.outputs[0][:, 5:] == 0).all()
