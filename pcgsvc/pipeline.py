@@ -32,7 +32,7 @@ from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.process import BUILD_LOCK
 from pcgsvc.forward.request import Request, attention_of, make_samples, make_workspace, request_for
 from pcgsvc.forward.samples import Samples
-from pcgsvc.forward.workspace import Workspace, preserved, usable_sizes
+from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.models.request import request_of
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.modes import Resolution
@@ -252,7 +252,7 @@ def prepare(request: Request, folder: CompilerFolder, store: Store, progress: Pr
         artifacts.tally.compiled,
         artifacts.tally.loaded,
     )
-    sizes, dropped = usable_sizes(config)
+    sizes = config.capture.final_sizes
     attention = attention_of(request)
     resolution, support = resolve_boundaries(config, image, attention)
     built = Built(
@@ -269,7 +269,7 @@ def prepare(request: Request, folder: CompilerFolder, store: Store, progress: Pr
         seconds=seconds,
         warnings=[
             *resolution.reasons,
-            *dropped,
+            *request.warnings,
             *no_uniform_size(resolution, sizes, config.capture.uniform_query_len),
             *stages.warnings,
         ],

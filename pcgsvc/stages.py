@@ -23,7 +23,7 @@ from pcgsvc.events import Progress, log_event, phase
 from pcgsvc.forward.objects import tensors_held, tensors_of
 from pcgsvc.forward.request import Request, make_samples, make_workspace
 from pcgsvc.forward.specs import Binding
-from pcgsvc.forward.workspace import Workspace, preserved, usable_sizes
+from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.partition.breakable import (
     PIECE,
     Learned,
@@ -314,6 +314,6 @@ def learn_forward(
             request.constants,
             boundaries,
             (largest, max(1, largest - 1)),
-            min(usable_sizes(request.config)[0]),
+            min(request.config.capture.final_sizes),
         )
     return learned, workspace, boundaries

@@ -50,6 +50,7 @@ BAD = {
     "x=1": "Settings at the top: model, attention",
     "+x=1": "Settings at the top: model, attention",
     "+capture.x=1": "Settings of capture: sizes, max_size",
+    "capture.policy=eager": "it had one value and was never read; remove it",
     "seed=abc": "a whole number is needed",
     "capture.graphs=cuda": "capture.graphs=recorded",
     "hydra.nope=1": "hydra.nope",

@@ -6,9 +6,7 @@ In: a resolved config. Out: nothing, or a `ConfigError`. Imports no torch.
 from __future__ import annotations
 
 from pcgsvc.config.parse import to_dict
-from pcgsvc.config.resolve import listed
 from pcgsvc.config.schema import (
-    CaptureConfig,
     Compiler,
     CompilerConfig,
     Config,
@@ -27,13 +25,12 @@ def validate(config: Config, *, device_type: str) -> None:
     """Check every range and every combination that can be judged without building anything.
 
     Args:
-        config: a resolved config.
+        config: a resolved config; `resolve` has checked its capture sizes.
         device_type: `cpu` or `cuda`.
 
     Raises:
         ConfigError: naming the setting, what was got and what to do.
     """
-    _validate_sizes(config.capture)
     for path, value, least in (
         ("attention.block_size", config.attention.block_size, 1),
         ("attention.max_model_len", config.attention.max_model_len, 1),
@@ -84,25 +81,26 @@ def validate_sizing(config: Config) -> None:
         )
 
 
-def _validate_sizes(capture: CaptureConfig) -> None:
-    sizes = listed(capture)
-    if capture.max_size is not None and capture.max_size < 1:
-        raise ConfigError(f"capture.max_size: got {capture.max_size}, at least 1 is needed.")
+def validate_sizes(sizes: list[int], max_size: int) -> None:
+    """Check capture sizes as they are named, before those above `max_size` are dropped."""
+    _at_least("capture.max_size", max_size, 1)
     if not sizes:
         raise ConfigError("capture.sizes: got [], at least one size is needed; or set mode=none.")
-    bad = [s for s in sizes if s < 1]
-    if bad:
+    _check_token_counts("capture.sizes", sizes)
+    if min(sizes) > max_size:
         raise ConfigError(
-            f"capture.sizes: got {bad} among {sizes}; sizes are token counts, at least 1."
-        )
-    twice = sorted({s for s in sizes if sizes.count(s) > 1})
-    if twice:
-        raise ConfigError(f"capture.sizes: {twice} stand twice in {sizes}; name each size once.")
-    if min(sizes) > (capture.max_size or 0):
-        raise ConfigError(
-            f"capture.max_size: got {capture.max_size}, which is below every capture size {sizes}; "
+            f"capture.max_size: got {max_size}, which is below every capture size {sizes}; "
             "raise it, or name smaller sizes."
         )
+
+
+def _check_token_counts(path: str, sizes: list[int]) -> None:
+    bad = [s for s in sizes if s < 1]
+    if bad:
+        raise ConfigError(f"{path}: got {bad} among {sizes}; sizes are token counts, at least 1.")
+    twice = sorted({s for s in sizes if sizes.count(s) > 1})
+    if twice:
+        raise ConfigError(f"{path}: {twice} stand twice in {sizes}; name each size once.")
 
 
 def _validate_combinations(config: Config, device_type: str) -> None:
@@ -177,19 +175,8 @@ def _validate_compiler(compiler: CompilerConfig) -> None:
 
 def _validate_specialized(config: Config) -> None:
     """Refuse exact sizes that no call could reach."""
-    wanted, limit = config.compiler.specialize_sizes, config.capture.max_size
-    captured = sorted(s for s in listed(config.capture) if limit is None or s <= limit)
-    bad = [s for s in wanted if s < 1]
-    if bad:
-        raise ConfigError(
-            f"compiler.specialize_sizes: got {bad} among {wanted}; sizes are token counts, at "
-            "least 1."
-        )
-    twice = sorted({s for s in wanted if wanted.count(s) > 1})
-    if twice:
-        raise ConfigError(
-            f"compiler.specialize_sizes: {twice} stand twice in {wanted}; name each size once."
-        )
+    wanted, captured = config.compiler.specialize_sizes, config.capture.final_sizes
+    _check_token_counts("compiler.specialize_sizes", wanted)
     unreachable = [s for s in wanted if s not in captured]
     if unreachable:
         raise ConfigError(

@@ -11,7 +11,23 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+AUTO = "auto:"
+"""What `capture.sizes` begins with where a traffic file follows."""
+
+
+class Form(enum.Enum):
+    """How a setting may be written besides as its type; `parse` reads each form."""
+
+    BYTES = "a number, or text with a unit: 256MiB"
+    SIZES = "a list, or text: 1,2,4 or 1:64:8"
+    SIZES_OR_FILE = "as sizes, or auto:FILE"
+
+
+Bytes = Annotated[int, Form.BYTES]
+Sizes = Annotated[list[int], Form.SIZES]
+SizesOrFile = Annotated[list[int] | str, Form.SIZES_OR_FILE]
 
 
 class Mode(enum.Enum):
@@ -88,12 +104,6 @@ class ErrorMode(enum.Enum):
     GLOBAL = "global"
     THREAD_LOCAL = "thread_local"
     RELAXED = "relaxed"
-
-
-class Policy(enum.Enum):
-    """When graphs are captured: all of them before the runner is handed out."""
-
-    EAGER = "eager"
 
 
 class MoeBackend(enum.Enum):
@@ -199,7 +209,7 @@ class AttentionConfig:
     num_blocks: int | None = None
     """Blocks in the KV cache, the null block and scratch blocks included; None: as many as
     `max_num_reqs` requests of `max_model_len` tokens need, within `max_cache_bytes`."""
-    max_cache_bytes: int = 2 << 30
+    max_cache_bytes: Bytes = 2 << 30
     """Ceiling of the KV cache when `num_blocks` is None, in bytes (also `"512MiB"`); at least 1."""
 
 
@@ -239,7 +249,7 @@ class CompilerConfig:
     kernel that reads the sum, not to a matrix product that would copy it first; `attention_quant`
     makes attention and the quantisation of its output one op (fires under
     `partition.strategy=inductor` only). None: `[residual_add]` for Inductor on CUDA, else none."""
-    specialize_sizes: list[int] = field(default_factory=list)
+    specialize_sizes: Sizes = field(default_factory=list)
     """Capture sizes for which every region is compiled once more, with that size put in; the
     general artifact serves all others. Positive, without repetition."""
 
@@ -248,7 +258,7 @@ class CompilerConfig:
 class CaptureConfig:
     """Which graphs are captured before the runner takes traffic."""
 
-    sizes: list[int] | str | None = None
+    sizes: SizesOrFile | None = None
     """Capture sizes in tokens: a list, `"1,2,4"`, `"1:64:8"` (1, then every multiple of 8 up to
     64), or `auto:FILE`: the best for a traffic file (see `traffic` and `sizing.*`); None: a
     schedule that ends in `max_size`. Positive, without repetition."""
@@ -261,15 +271,19 @@ class CaptureConfig:
     """`cuda`, `recorded` (the CPU's stand-in, never faster), `off`, or `auto` by device."""
     error_mode: ErrorMode = ErrorMode.THREAD_LOCAL
     """torch.cuda's capture error mode."""
-    memory_budget: int | None = None
+    memory_budget: Bytes | None = None
     """Most device memory that captured graphs may take, in bytes (also `"256MiB"`); None: no
     limit. Sizes that would pass it are skipped with their reason."""
-    policy: Policy = Policy.EAGER
-    """When graphs are captured: `eager` captures all before the runner is handed out."""
     warmup_calls: int = 2
     """Plain calls of the program per size before it is captured; at least 1."""
     self_check: bool = True
     """Replay every captured entry once against plain execution while building."""
+
+    @property
+    def final_sizes(self) -> list[int]:
+        """`sizes` of a resolved config: ascending and within `max_size`."""
+        assert isinstance(self.sizes, list), "capture.sizes: the config is not resolved"
+        return self.sizes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -280,7 +294,7 @@ class CacheConfig:
     """`readwrite`, `read` (hits are served, misses are not stored), `off`, `refresh`."""
     dir: str | None = None
     """Root directory; None: PCGSVC_CACHE_DIR, the checkout's `cache/`, or the user's cache."""
-    max_bytes: int = 8 << 30
+    max_bytes: Bytes = 8 << 30
     """Budget of the stored programs and pieces, in bytes (also `"8GiB"`); above it whole programs
     go, least recently used first."""
     lock_timeout_s: float = 600.0
@@ -418,12 +432,3 @@ class Config:
     """Most calls that replay `traffic`; of more, this many are taken evenly. At least 1."""
     report: str | None = None
     """Path of the JSON report; None: `report.json` in the run's output directory."""
-
-
-AUTO = "auto:"
-"""What `capture.sizes` begins with where a traffic file follows."""
-
-# ---- plain dict -> dataclass ---------------------------------------------------------------------
-
-
-# ---- defaults and limits -------------------------------------------------------------------------

@@ -19,13 +19,13 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from pcgsvc.cache.root import ENVIRONMENT_NAME, find_root
-from pcgsvc.config import Config, ModelConfig, resolve, to_dict
+from pcgsvc.config import Config, ModelConfig, to_dict
 from pcgsvc.config.compose import SCHEMA, from_tree, load_tree, open_loader, readable
 from pcgsvc.config.devices import device_of
 from pcgsvc.config.settings import walk
 from pcgsvc.models import encoder, llama_moe, minilm, smollm2
 from pcgsvc.models.llama_dims import explicit_dims, preset_dims
-from pcgsvc.sizing.auto import with_sizes
+from pcgsvc.sizing.resolve import resolve_config
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def compose_with_origins(
             listed = loader.compute_defaults_list(config_name, words, RunMode.RUN)
             layers = _layers(loader, listed.defaults, overrides)
         on_line = [o for o in listed.config_overrides if not _is_hydra(o)]
-    composed, resolved = _flat(to_dict(config)), _flat(to_dict(_resolved(config)))
+    composed, resolved = _flat(to_dict(config)), _flat(to_dict(resolve_config(config).config))
     origins = {}
     for setting in walk():
         path = setting.path
@@ -74,10 +74,6 @@ def compose_with_origins(
             by = found or by
         origins[path] = Origin(value, by)
     return config, origins
-
-
-def _resolved(config: Config) -> Config:
-    return resolve(with_sizes(config)[0], device_type=device_of(config).type)
 
 
 def _is_hydra(override: Override) -> bool:

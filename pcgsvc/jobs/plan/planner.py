@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from pcgsvc.events import Progress, phase
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.process import BUILD_LOCK
 from pcgsvc.forward.request import Planned, Request, attention_of, make_workspace
-from pcgsvc.forward.workspace import Workspace, usable_sizes
+from pcgsvc.forward.workspace import Workspace
 from pcgsvc.jobs.plan.lifetimes import Lifetimes
 from pcgsvc.jobs.plan.memory import Key, MemoryEstimate, bridge_memory, graph_memory, static_memory
 from pcgsvc.jobs.plan.pool import Event
@@ -212,7 +212,6 @@ def _built(
     warnings: Sequence[str],
 ) -> Built:
     config = request.config
-    sizes, dropped = usable_sizes(config)
     attention = attention_of(request)
     resolution, support = resolve_boundaries(config, image, attention)
     cache: dict[str, Any] = {"mode": config.cache.mode.value, "dir": None, "program_key": None}
@@ -224,13 +223,13 @@ def _built(
         resolution=resolution,
         support=support,
         attention=attention,
-        sizes=sizes,
+        sizes=config.capture.final_sizes,
         start="cold",
         tally=Tally(),
         cache=cache,
         finish=lambda: None,
         seconds=seconds,
-        warnings=[*resolution.reasons, *dropped, *planned.warnings, *warnings],
+        warnings=[*resolution.reasons, *request.warnings, *planned.warnings, *warnings],
         workspace=workspace,
     )
     tell(built)
@@ -250,7 +249,8 @@ def _untraced(request: Request, planned: Planned, progress: Progress) -> Plan:
     except Exception as error:  # noqa: BLE001 - a forward may do anything
         first = (str(error).strip().splitlines() or [""])[0]
         why = f"its forward reads values: {type(error).__name__}: {first}"
-    request = plan_request(request.config, progress, real=why)
+    again = plan_request(request.config, progress, real=why)  # what is resolved has no more to say
+    request = replace(again, sizes=request.sizes, warnings=request.warnings)
     assert request.planned is not None
     return _learned(request, request.planned, progress)
 
