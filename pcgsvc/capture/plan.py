@@ -53,15 +53,14 @@ def wanted_entries(
     for size in sorted(sizes, reverse=True):
         if general is not NONE:
             wanted.append((general, general_descriptor(size)))
-        if resolution.decode is FULL and general is not FULL and size % query_len == 0:
+        if resolution.own_uniform and size % query_len == 0:
             wanted.append((FULL, uniform_descriptor(size, query_len)))
     return wanted
 
 
 def no_uniform_size(resolution: Resolution, sizes: Sequence[int], query_len: int) -> list[str]:
     """Return what to warn of when uniform batches shall have full graphs and no size is theirs."""
-    separate = resolution.decode is FULL and resolution.mixed is not FULL
-    if not separate or any(size % query_len == 0 for size in sizes):
+    if not resolution.own_uniform or any(size % query_len == 0 for size in sizes):
         return []
     other = "piecewise serves them" if resolution.mixed is PIECEWISE else "nothing is captured"
     return [

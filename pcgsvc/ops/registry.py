@@ -10,7 +10,7 @@ The registry is as global as torch's own op registry, of which it is the counter
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -215,3 +215,12 @@ def why_boundary(name: str, otherwise: str) -> str:
 def registered_names() -> list[str]:
     """Return the names of all registered splitting ops, sorted."""
     return sorted(_SPECS)
+
+
+def default_boundaries(splitting_ops: Sequence[str] | None) -> frozenset[str]:
+    """Return the ops that are boundaries without being named.
+
+    Every registered splitting op is one, unless `partition.splitting_ops` names the boundaries
+    (`splitting_ops` is not None): then none is.
+    """
+    return frozenset(_SPECS) if splitting_ops is None else frozenset()
