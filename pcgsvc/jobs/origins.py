@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -23,8 +22,10 @@ from pcgsvc.config import Config, ModelConfig, to_dict
 from pcgsvc.config.compose import SCHEMA, from_tree, load_tree, open_loader, readable
 from pcgsvc.config.devices import device_of
 from pcgsvc.config.settings import walk
-from pcgsvc.models import encoder, llama_moe, minilm, smollm2
-from pcgsvc.models.llama_dims import explicit_dims, preset_dims
+from pcgsvc.models import encoder, llama_moe
+from pcgsvc.models.dims import explicit_dims
+from pcgsvc.models.fetched import FETCHED, find_weights
+from pcgsvc.models.llama_dims import preset_dims
 from pcgsvc.sizing.resolve import resolve_config
 
 
@@ -140,11 +141,6 @@ def _environment(value: Any) -> str:
 
 # ---- what no file says ---------------------------------------------------------------------------
 
-_FOUND: dict[str, Callable[[ModelConfig], Path]] = {
-    "smollm2": smollm2.find_weights,
-    "minilm": minilm.find_weights,
-}
-"""Families whose weights lie in the models directory."""
 _PRESETS: dict[str, Callable[[ModelConfig], Any]] = {
     "llama": preset_dims,
     "llama_moe": lambda model: preset_dims(model, llama_moe.PRESETS),
@@ -161,12 +157,12 @@ def _outside(path: str, config: Config) -> tuple[Any, str | None]:
         root, source = find_root()
         known = f"environment ({source})" if source == ENVIRONMENT_NAME else f"pcgsvc: {source}"
         return str(root), known
-    if path == "model.weights" and config.model.name in _FOUND:
-        return str(_FOUND[config.model.name](config.model)), "environment or user's data folder"
+    if path == "model.weights" and config.model.name in FETCHED:
+        return str(find_weights(config.model)), "environment or user's data folder"
     group, _, name = path.partition(".")
     if group == "model" and config.model.name in _PRESETS and config.model.weights is None:
         dims = _PRESETS[config.model.name](config.model)
-        if hasattr(dims, name) and name not in explicit_dims(config.model):
+        if hasattr(dims, name) and name not in explicit_dims(config.model, type(dims)):
             return getattr(dims, name), f"model.preset={config.model.preset}"
     return None, None
 

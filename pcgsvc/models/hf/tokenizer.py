@@ -1,4 +1,4 @@
-"""The tokenizer that lies beside a checkpoint, behind pcgsvc's protocol.
+"""The tokenizer beside a checkpoint, behind pcgsvc's protocol.
 
 In: a `Source`. Out: a `base.Tokenizer`, or None. Knows nothing of models.
 """
@@ -23,7 +23,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 def has_tokenizer(source: Source) -> bool:
-    """Whether a tokenizer lies beside the weights; nothing is read but a directory."""
+    """Whether there is a tokenizer beside the weights; only the directory is read."""
     folder = source.folder
     return source.gguf is not None or (
         folder is not None and any((folder / name).is_file() for name in _FILES)
