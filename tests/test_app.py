@@ -37,7 +37,7 @@ def cli(
 BAD = {
     "mode=piecewse": "did you mean 'piecewise'? Choices: none, piecewise, full, full_decode_only",
     "capture.sizes=[0,4]": "sizes are token counts, at least 1",
-    "capture.sizes=[4,4]": "[4] stand twice",
+    "capture.sizes=[4,4]": "[4] appear twice",
     "capture.sizes=1,2": "capture.sizes='[1,2,4]'",
     "partition.splitting_ops=[no::such]": "Registered splitting ops:",
     "partition.strategy=fxx": "Choices: fx, inductor, breakable",

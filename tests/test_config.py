@@ -344,7 +344,7 @@ BAD = [
     ({"capture": {"sizes": []}}, r"^capture\.sizes: got \[\].*mode=none"),
     ({"capture": {"sizes": [0, 4]}}, r"^capture\.sizes: got \[0\] among \[0, 4\]"),
     ({"capture": {"sizes": [-3]}}, r"^capture\.sizes: got \[-3\]"),
-    ({"capture": {"sizes": [4, 2, 4]}}, r"^capture\.sizes: \[4\] stand twice"),
+    ({"capture": {"sizes": [4, 2, 4]}}, r"^capture\.sizes: \[4\] appear twice"),
     ({"capture": {"sizes": [4, 8], "max_size": 2}}, r"^capture\.max_size: got 2, which is below"),
     ({"capture": {"max_size": 0}}, r"^capture\.(max_size|sizes): "),
     ({"capture": {"graphs": "cuda"}}, r"^capture\.graphs: got 'cuda' .*recorded"),

@@ -100,7 +100,7 @@ def _check_token_counts(path: str, sizes: list[int]) -> None:
         raise ConfigError(f"{path}: got {bad} among {sizes}; sizes are token counts, at least 1.")
     twice = sorted({s for s in sizes if sizes.count(s) > 1})
     if twice:
-        raise ConfigError(f"{path}: {twice} stand twice in {sizes}; name each size once.")
+        raise ConfigError(f"{path}: {twice} appear twice in {sizes}; name each size once.")
 
 
 def _validate_combinations(config: Config, device_type: str) -> None:

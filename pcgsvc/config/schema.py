@@ -3,8 +3,8 @@
 In: nested plain dicts (from Hydra, from YAML, from a caller). Out: one validated `Config`.
 Knows nothing of Hydra or OmegaConf, and imports no torch: `resolve` gets the device as a word.
 
-Each default stands once, here; the YAML files under `conf/` only pick values. `None` means "chosen
-by pcgsvc", and `resolve` replaces every such None by the value that is used.
+Each default is here and nowhere else; the YAML files under `conf/` only pick values. `None` means
+"chosen by pcgsvc", and `resolve` replaces every such None by the value that is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Mode(enum.Enum):
 
 
 class Strategy(enum.Enum):
-    """Where the graph is cut: before the compiler, after fusion, or while capturing."""
+    """Where the graph is split: before the compiler, after fusion, or while capturing."""
 
     FX = "fx"
     INDUCTOR = "inductor"
@@ -49,7 +49,7 @@ class Strategy(enum.Enum):
 
 
 class Compiler(enum.Enum):
-    """What makes a region's kernels."""
+    """What compiles a region."""
 
     EAGER = "eager"
     INDUCTOR = "inductor"
@@ -72,7 +72,7 @@ class OnUncovered(enum.Enum):
 
 
 class Outputs(enum.Enum):
-    """Whose memory a call's results lie in."""
+    """Whose memory a call's results are in."""
 
     CLONE = "clone"
     VIEW = "view"
@@ -215,7 +215,7 @@ class AttentionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PartitionConfig:
-    """Where the traced graph is cut."""
+    """Where the traced graph is split."""
 
     strategy: Strategy = Strategy.FX
     """`fx` (before the compiler), `inductor` (after fusion) or `breakable` (while capturing)."""
@@ -230,7 +230,7 @@ class PartitionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CompilerConfig:
-    """What makes the regions' kernels."""
+    """What compiles the regions."""
 
     name: Compiler | None = None
     """`eager` or `inductor`; None: eager on the CPU, inductor on CUDA."""
@@ -415,9 +415,9 @@ class Config:
     seed: int = 0
     """Seed of random weights and of verification inputs; 0 to 2**63 - 2."""
     strict: bool = False
-    """Anything asked for that is not being done is an error, not a warning."""
+    """Anything that was asked for and is not done is an error, not a warning."""
     job: Job = Job.RUN
-    """`run`, `compile` (fill the cache), `plan` (trace and cut only), `cache` (see
+    """`run`, `compile` (fill the cache), `plan` (trace and split only), `cache` (see
     `cache.action`), `compare` (one table of existing reports), `config` (see `config.explain`) or
     `sizes` (choose capture sizes for `traffic`)."""
     prompt: str | None = None

@@ -35,7 +35,7 @@ def register_attention_backend(name: str, backend: type[AttentionBackend]) -> No
 
     Args:
         name: letters, digits and `_`; not the name of another backend.
-        backend: a subclass of `AttentionBackend` that says how far it goes into graphs.
+        backend: a subclass of `AttentionBackend` with its `cudagraph_support`.
 
     Raises:
         ConfigError: the name is no such word or is taken, or the class is not a whole backend.
