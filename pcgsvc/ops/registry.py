@@ -139,8 +139,8 @@ def register_splitting_op(
     known = _SPECS.get(name)
     if known is not None and not _same_function(known.kernel, kernel):
         raise ConfigError(
-            f"splitting op {name}: already registered by {_where(known.kernel)}; "
-            f"{_where(kernel)} needs another name."
+            f"splitting op {name}: already registered by {where_defined(known.kernel)}; "
+            f"{where_defined(kernel)} needs another name."
         )
     if known is None:
         library = _LIBRARIES.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
@@ -185,8 +185,9 @@ def _same_function(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
     )
 
 
-def _where(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+def where_defined(thing: Callable[..., Any]) -> str:
+    """Return the qualified name of a function or class, for messages."""
+    return f"{thing.__module__}.{getattr(thing, '__qualname__', thing)}"
 
 
 def find_spec(name: str) -> OpSpec | None:

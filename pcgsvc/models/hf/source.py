@@ -17,6 +17,7 @@ from pcgsvc.config import ModelConfig
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.models.extras import require
 from pcgsvc.models.files import read_json
+from pcgsvc.models.targets import words_of
 
 _SHIPPED = Path(__file__).with_name("configs")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -152,7 +153,7 @@ def _of_path(given: str) -> Source:
     except Exception as error:  # what readers of a damaged file raise has no common base
         advice = "; it is damaged or no GGUF file, fetch it again." if gguf else ""
         raise ConfigError(
-            f"model.path: '{given}' cannot be read: {_first(error)}{advice}"
+            f"model.path: '{given}' cannot be read: {words_of(error)}{advice}"
         ) from error
     return Source("model.path", given, found, path)
 
@@ -190,7 +191,7 @@ def _of_config(given: str) -> Source:
         found = transformers.AutoConfig.for_model(kind, **values)
     except Exception as error:
         raise ConfigError(
-            f"model.config: '{given}' is no config of {kind!r}: {_first(error)}"
+            f"model.config: '{given}' is no config of {kind!r}: {words_of(error)}"
         ) from error
     return Source("model.config", given, found)
 
@@ -203,11 +204,6 @@ def _read_config(setting: str, path: Path) -> dict[str, Any]:
             "pcgsvc.build_runner with a module that you have imported yourself."
         )
     return values
-
-
-def _first(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
 def _refuse_by_config(source: Source) -> None:

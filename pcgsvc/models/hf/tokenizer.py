@@ -5,7 +5,6 @@ In: a `Source`. Out: a `base.Tokenizer`, or None. Knows nothing of models.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.bundle import Tokenizer
 from pcgsvc.models.extras import require
+from pcgsvc.models.files import read_json
 from pcgsvc.models.gguf_file import GgufFile
 from pcgsvc.models.hf.source import Source
 from pcgsvc.models.tokenizer import GgufTokenizer, unsupported
@@ -94,8 +94,5 @@ def _ends(source: Source) -> list[Any]:
     found: list[Any] = [getattr(source.config, "eos_token_id", None)]
     file = (source.folder or Path()) / "generation_config.json"
     if source.gguf is None and file.is_file():
-        try:
-            found.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{source.setting}: '{file}' cannot be read: {error}") from error
+        found.append(read_json(file, setting=source.setting).get("eos_token_id"))
     return [end for ends in found for end in (ends if isinstance(ends, list) else [ends])]
