@@ -107,8 +107,10 @@ def _value(hint: Any, value: Any, path: str) -> Any:
             return None
         (hint,) = [a for a in typing.get_args(hint) if a is not type(None)]
     if typing.get_origin(hint) is Annotated:
-        _, form = typing.get_args(hint)
-        return _FORMS[form](value, path)
+        hint, *marks = typing.get_args(hint)
+        for form in marks:
+            if isinstance(form, Form):
+                return _FORMS[form](value, path)
     if is_dataclass(hint):
         return _dataclass(typing.cast(Any, hint), value, path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

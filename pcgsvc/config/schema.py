@@ -25,7 +25,17 @@ class Form(enum.Enum):
     SIZES_OR_FILE = "as sizes, or auto:FILE"
 
 
-Bytes = Annotated[int, Form.BYTES]
+@dataclass(frozen=True)
+class AtLeast:
+    """The least value that a number may have; `limits` checks it."""
+
+    least: int
+
+
+NonNegative = AtLeast(0)
+Positive = AtLeast(1)
+Count = Annotated[int, Positive]
+Bytes = Annotated[int, Form.BYTES, Positive]
 Sizes = Annotated[list[int], Form.SIZES]
 SizesOrFile = Annotated[list[int] | str, Form.SIZES_OR_FILE]
 
@@ -199,14 +209,14 @@ class AttentionConfig:
     name: str = "paged"
     """Backend: `paged` (plain torch, support ALWAYS), `varlen` (host lengths, NEVER) or `triton`
     (a paged kernel for CUDA, ALWAYS)."""
-    block_size: int = 16
+    block_size: Count = 16
     """Tokens per KV-cache block; at least 1."""
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     """Longest sequence a request may reach, in tokens; None: 256 on the CPU, 2048 on CUDA, and
     never more than the model's own limit."""
-    max_num_reqs: int | None = None
+    max_num_reqs: Count | None = None
     """Most requests in one captured batch; None: the largest capture size."""
-    num_blocks: int | None = None
+    num_blocks: Annotated[int, AtLeast(2)] | None = None
     """Blocks in the KV cache, the null block and scratch blocks included; None: as many as
     `max_num_reqs` requests of `max_model_len` tokens need, within `max_cache_bytes`."""
     max_cache_bytes: Bytes = 2 << 30
@@ -241,7 +251,7 @@ class CompilerConfig:
     """Have Inductor time several kernels for each matrix product and keep the fastest."""
     combo_kernels: bool = False
     """Have Inductor merge independent small kernels into one launch."""
-    threads: int = 1
+    threads: Count = 1
     """Worker processes that compile kernels side by side, gone when the build ends; 1: none, the
     build's own process compiles. At least 1."""
     passes: list[str] | None = None
@@ -265,7 +275,7 @@ class CaptureConfig:
     max_size: int | None = None
     """Largest capture size in tokens; None: 64 on the CPU, 512 on CUDA, and no limit for sizes that
     were named or chosen. Larger sizes are dropped with a warning."""
-    uniform_query_len: int = 1
+    uniform_query_len: Count = 1
     """Tokens per request in a uniform batch (above 1: speculative decoding); at least 1."""
     graphs: Graphs = Graphs.AUTO
     """`cuda`, `recorded` (the CPU's stand-in, never faster), `off`, or `auto` by device."""
@@ -274,7 +284,7 @@ class CaptureConfig:
     memory_budget: Bytes | None = None
     """Most device memory that captured graphs may take, in bytes (also `"256MiB"`); None: no
     limit. Sizes that would pass it are skipped with their reason."""
-    warmup_calls: int = 2
+    warmup_calls: Count = 2
     """Plain calls of the program per size before it is captured; at least 1."""
     self_check: bool = True
     """Replay every captured entry once against plain execution while building."""
@@ -297,7 +307,7 @@ class CacheConfig:
     max_bytes: Bytes = 8 << 30
     """Budget of the stored programs and pieces, in bytes (also `"8GiB"`); above it whole programs
     go, least recently used first."""
-    lock_timeout_s: float = 600.0
+    lock_timeout_s: Annotated[float, NonNegative] = 600.0
     """How long to wait for another process that builds the same, in seconds; at least 0."""
     require_warm: bool = False
     """A miss is an error that names the facts that differ, instead of a build."""
@@ -331,7 +341,7 @@ class BenchConfig:
 
     enabled: bool = True
     """Whether `job=run` times the captured entries."""
-    repeats: int = 20
+    repeats: Count = 20
     """Timed calls per entry; the median is reported. At least 1."""
 
 
@@ -343,7 +353,7 @@ class SweepConfig:
     """Run each job in a process of its own, which starts with no CUDA memory in use and whose end,
     whatever it is, does not end the sweep; what it prints goes to `output.txt` in its folder.
     `false`: in the sweep's process, for debuggers and profilers."""
-    timeout_s: float | None = None
+    timeout_s: Annotated[float, Positive] | None = None
     """How long one isolated job may take, in seconds; after that it is ended and has failed. None:
     as long as it takes. At least 1."""
 
@@ -368,17 +378,17 @@ class ExplainConfig:
 class SizingConfig:
     """How capture sizes are chosen for a traffic file: `capture.sizes=auto:FILE`, `job=sizes`."""
 
-    count: int | None = None
+    count: Count | None = None
     """How many sizes are taken; None: the knee, see `min_gain`. At least 1."""
-    max_count: int = 64
+    max_count: Count = 64
     """Most sizes that are considered; at least 1."""
-    min_gain: float = 0.005
+    min_gain: Annotated[float, NonNegative] = 0.005
     """The knee: a further size is taken while it saves at least this share of the expected time of
     a step without padding; 0 to 1."""
     cost: str | None = None
     """Path of a report of `job=run` whose timings say what a step of a size costs; None: modelled
     by `fixed_us` and `row_us`."""
-    fixed_us: float = 0.0
+    fixed_us: Annotated[float, NonNegative] = 0.0
     """Modelled time of a step without its rows, in microseconds; at least 0."""
     row_us: float = 1.0
     """Modelled time of each row of a step, in microseconds; above 0."""
@@ -412,7 +422,7 @@ class Config:
     dtype: str | None = None
     """Torch dtype name of the model; None: float32 on the CPU, bfloat16 on CUDA, and with
     `model=module` whatever the module makes."""
-    seed: int = 0
+    seed: Annotated[int, NonNegative] = 0
     """Seed of random weights and of verification inputs; 0 to 2**63 - 2."""
     strict: bool = False
     """Anything that was asked for and is not done is an error, not a warning."""
@@ -422,13 +432,13 @@ class Config:
     `sizes` (choose capture sizes for `traffic`)."""
     prompt: str | None = None
     """Text that a model with a tokenizer continues after `job=run` has verified it."""
-    max_new_tokens: int = 48
+    max_new_tokens: Count = 48
     """Most tokens generated for `prompt`; at least 1."""
     traffic: str | None = None
     """Path of a traffic file, which `job=sizes` chooses sizes for and `job=run` replays: `.csv` or
     `.jsonl` with num_tokens and optionally count and uniform, or `.json`: a runner's `stats()` or a
     report."""
-    max_traffic_calls: int = 1000
+    max_traffic_calls: Count = 1000
     """Most calls that replay `traffic`; of more, this many are taken evenly. At least 1."""
     report: str | None = None
     """Path of the JSON report; None: `report.json` in the run's output directory."""

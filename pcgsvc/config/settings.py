@@ -114,7 +114,7 @@ pcgsvc: piecewise CUDA graphs for PyTorch.
   pcgsvc -m capture.sizes='[1,2],[1,2,4,8]'     one job per value
   pcgsvc job=plan                               show where it would be split
   pcgsvc job=compare compare.reports='[DIR]'    one table of the reports there
-  pcgsvc job=config config.explain=capture      show what set each value, and why
+  pcgsvc job=config config.explain=capture      show what set each value
   pcgsvc --config-dir DIR model=mine            with your DIR/model/mine.yaml
   pcgsvc --cfg job                              print the composed settings
 
