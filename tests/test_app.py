@@ -37,7 +37,7 @@ def cli(
 BAD = {
     "mode=piecewse": "did you mean 'piecewise'? Choices: none, piecewise, full, full_decode_only",
     "capture.sizes=[0,4]": "sizes are token counts, at least 1",
-    "capture.sizes=[4,4]": "[4] stand twice",
+    "capture.sizes=[4,4]": "[4] appear twice",
     "capture.sizes=1,2": "capture.sizes='[1,2,4]'",
     "partition.splitting_ops=[no::such]": "Registered splitting ops:",
     "partition.strategy=fxx": "Choices: fx, inductor, breakable",
@@ -50,6 +50,7 @@ BAD = {
     "x=1": "Settings at the top: model, attention",
     "+x=1": "Settings at the top: model, attention",
     "+capture.x=1": "Settings of capture: sizes, max_size",
+    "capture.policy=eager": "it had one value and was never read; remove it",
     "seed=abc": "a whole number is needed",
     "capture.graphs=cuda": "capture.graphs=recorded",
     "hydra.nope=1": "hydra.nope",

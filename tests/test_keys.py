@@ -24,8 +24,7 @@ from pcgsvc.program.facts import piece_facts, program_facts
 from pcgsvc.program.keys import config_facts, key_of
 
 CPU = torch.device("cpu")
-PATHS = [s.path for s in settings.walk() if len(s.choices) != 1]
-"""A setting of one choice cannot change anything; `capture.policy` is one so far."""
+PATHS = [s.path for s in settings.walk()]
 
 
 # ---- settings ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.config import Config, listed
+from pcgsvc.config import Config
 from pcgsvc.config.devices import dtype_of
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.batch import CacheGeometry, CheckedBatch, StepBuffers
@@ -186,16 +186,6 @@ class ShapeWorkspace(Workspace):
 
 def _buffer(spec: InputSpec, max_tokens: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(spec.shape(max_tokens), dtype=spec.example.dtype, device=device)
-
-
-def usable_sizes(config: Config) -> tuple[list[int], list[str]]:
-    """Return the capture sizes that are within `capture.max_size`, and what to warn of."""
-    sizes, limit = listed(config.capture), config.capture.max_size
-    usable = sorted(s for s in sizes if limit is None or s <= limit)
-    dropped = sorted(set(sizes) - set(usable))
-    if not dropped:
-        return usable, []
-    return usable, [f"capture.sizes: {dropped} are above capture.max_size={limit} and are dropped"]
 
 
 def cache_geometry(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -19,13 +18,15 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from pcgsvc.cache.root import ENVIRONMENT_NAME, find_root
-from pcgsvc.config import Config, ModelConfig, resolve, to_dict
+from pcgsvc.config import Config, ModelConfig, to_dict
 from pcgsvc.config.compose import SCHEMA, from_tree, load_tree, open_loader, readable
 from pcgsvc.config.devices import device_of
 from pcgsvc.config.settings import walk
-from pcgsvc.models import encoder, llama_moe, minilm, smollm2
-from pcgsvc.models.llama_dims import explicit_dims, preset_dims
-from pcgsvc.sizing.auto import with_sizes
+from pcgsvc.models import encoder, llama_moe
+from pcgsvc.models.dims import explicit_dims
+from pcgsvc.models.fetched import FETCHED, find_weights
+from pcgsvc.models.llama_dims import preset_dims
+from pcgsvc.sizing.resolve import resolve_config
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def compose_with_origins(
             listed = loader.compute_defaults_list(config_name, words, RunMode.RUN)
             layers = _layers(loader, listed.defaults, overrides)
         on_line = [o for o in listed.config_overrides if not _is_hydra(o)]
-    composed, resolved = _flat(to_dict(config)), _flat(to_dict(_resolved(config)))
+    composed, resolved = _flat(to_dict(config)), _flat(to_dict(resolve_config(config).config))
     origins = {}
     for setting in walk():
         path = setting.path
@@ -74,10 +75,6 @@ def compose_with_origins(
             by = found or by
         origins[path] = Origin(value, by)
     return config, origins
-
-
-def _resolved(config: Config) -> Config:
-    return resolve(with_sizes(config)[0], device_type=device_of(config).type)
 
 
 def _is_hydra(override: Override) -> bool:
@@ -144,11 +141,6 @@ def _environment(value: Any) -> str:
 
 # ---- what no file says ---------------------------------------------------------------------------
 
-_FOUND: dict[str, Callable[[ModelConfig], Path]] = {
-    "smollm2": smollm2.find_weights,
-    "minilm": minilm.find_weights,
-}
-"""Families whose weights lie in the models directory."""
 _PRESETS: dict[str, Callable[[ModelConfig], Any]] = {
     "llama": preset_dims,
     "llama_moe": lambda model: preset_dims(model, llama_moe.PRESETS),
@@ -165,12 +157,12 @@ def _outside(path: str, config: Config) -> tuple[Any, str | None]:
         root, source = find_root()
         known = f"environment ({source})" if source == ENVIRONMENT_NAME else f"pcgsvc: {source}"
         return str(root), known
-    if path == "model.weights" and config.model.name in _FOUND:
-        return str(_FOUND[config.model.name](config.model)), "environment or user's data folder"
+    if path == "model.weights" and config.model.name in FETCHED:
+        return str(find_weights(config.model)), "environment or user's data folder"
     group, _, name = path.partition(".")
     if group == "model" and config.model.name in _PRESETS and config.model.weights is None:
         dims = _PRESETS[config.model.name](config.model)
-        if hasattr(dims, name) and name not in explicit_dims(config.model):
+        if hasattr(dims, name) and name not in explicit_dims(config.model, type(dims)):
             return getattr(dims, name), f"model.preset={config.model.preset}"
     return None, None
 

@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 from pcgsvc.cache.root import check_root, find_root
-from pcgsvc.config import CacheAction, CacheMode, Config, Job, resolve, validate
+from pcgsvc.config import CacheAction, CacheMode, Config, Job
 from pcgsvc.config.compose import Command
-from pcgsvc.config.devices import device_of, dtype_of, is_here
+from pcgsvc.config.devices import dtype_of, is_here
 from pcgsvc.errors import CacheError, ConfigError, near
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.backends import find_backend
@@ -22,8 +22,9 @@ from pcgsvc.ops.support import Support
 from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plots import has_matplotlib
-from pcgsvc.sizing.auto import plan_for, with_sizes
+from pcgsvc.sizing.auto import plan_for
 from pcgsvc.sizing.files import read_traffic
+from pcgsvc.sizing.resolve import resolve_config
 from pcgsvc.torch_private import op_exists
 
 _ENCODERS = ("encoder", "minilm")
@@ -61,10 +62,8 @@ def check_command(command: Command) -> None:
 
 def check(config: Config) -> None:
     """Raise `ConfigError` for a config that cannot be built."""
-    device = device_of(config)
-    config, _ = with_sizes(config)
-    resolved = resolve(config, device_type=device.type)
-    validate(resolved, device_type=device.type)
+    found = resolve_config(config)
+    resolved, device = found.config, found.device
     if resolved.dtype is not None:
         dtype_of(resolved)
     validate_model(resolved)

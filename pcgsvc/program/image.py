@@ -18,7 +18,7 @@ from pcgsvc import torch_private
 from pcgsvc.errors import CompileError
 from pcgsvc.forward.results import ResultTree, from_text
 from pcgsvc.forward.specs import Binding, SizePredicate, TensorSpec
-from pcgsvc.ops.registry import find_spec, registered_names
+from pcgsvc.ops.registry import default_boundaries, find_spec
 from pcgsvc.program.guards import Read, code_digest
 from pcgsvc.program.pieces import Kind, Partition
 from pcgsvc.program.program import Call, ProgramSpec, Step, program_of
@@ -184,10 +184,11 @@ def _op_modules(schemas: Mapping[str, str]) -> set[str]:
 
 
 def new_boundaries(image: ProgramImage, names: list[str] | None) -> list[str]:
-    """Return ops of the graph that would be boundaries now and were not when it was partitioned."""
-    if names is not None:
-        return []
-    return sorted((set(registered_names()) & set(image.ops)) - set(image.matched))
+    """Return ops of the graph that would be boundaries now and were not when it was partitioned.
+
+    `names`: `partition.splitting_ops`.
+    """
+    return sorted((default_boundaries(names) & set(image.ops)) - set(image.matched))
 
 
 # ---- JSON ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcgsvc.config import Config, to_dict
-from pcgsvc.config.settings import NOT_IN_KEY
+from pcgsvc.config.settings import key_reason
 from pcgsvc.version import __version__
 
 FORMAT = 2
@@ -31,7 +31,9 @@ def key_of(facts: Mapping[str, Any]) -> str:
 def config_facts(config: Config) -> dict[str, Any]:
     """Return every setting that counts, as `config.<dotted name>`."""
     return {
-        f"config.{name}": value for name, value in _flat(to_dict(config), "") if not _ignored(name)
+        f"config.{name}": value
+        for name, value in _flat(to_dict(config), "")
+        if key_reason(name) is None
     }
 
 
@@ -49,8 +51,3 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
         else:
             found.append((dotted, value))
     return found
-
-
-def _ignored(name: str) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[: n + 1]) in NOT_IN_KEY for n in range(len(parts)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -209,7 +209,8 @@ def _untraced(request: Request, planned: Planned, phases: Phases) -> Plan:
     except Exception as error:  # noqa: BLE001 - a forward may do anything
         first = (str(error).strip().splitlines() or [""])[0]
         why = f"its forward reads values: {type(error).__name__}: {first}"
-    request = plan_request(request.config, phases.progress, real=why)
+    again = plan_request(request.config, phases.progress, real=why)  # resolved already
+    request = replace(again, sizes=request.sizes, warnings=request.warnings)
     assert request.planned is not None
     return _probed(request, request.planned, phases)
 

@@ -15,8 +15,8 @@ import time
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.config import Config, resolve, validate
-from pcgsvc.config.devices import device_of, is_here
+from pcgsvc.config import Config
+from pcgsvc.config.devices import is_here
 from pcgsvc.errors import ConfigError, PcgError
 from pcgsvc.events import Progress
 from pcgsvc.forward.bundle import ModelBundle
@@ -28,7 +28,7 @@ from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.context import ForwardContext
 from pcgsvc.ops.support import Support
-from pcgsvc.sizing.auto import with_sizes
+from pcgsvc.sizing.resolve import resolve_config
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,8 @@ def plan_request(config: Config, progress: Progress, *, real: str | None = None)
         real: why the model is built for real from the start; None: it is not.
     """
     started = time.perf_counter()
-    target = device_of(config)
-    config, sizes = with_sizes(config)
-    config = resolve(config, device_type=target.type)
-    validate(config, device_type=target.type)
+    resolved = resolve_config(config)
+    config, target = resolved.config, resolved.device
     validate_model(config)
     planned = Planned(target=target, fake=torch_private.fake_tensors(), notes=[], warnings=[])
     if real is not None:
@@ -95,7 +93,8 @@ def plan_request(config: Config, progress: Progress, *, real: str | None = None)
         arguments=arguments_of(bundle, inputs),
         weights_s=time.perf_counter() - started,
         planned=planned,
-        sizes=sizes,
+        sizes=resolved.sizes,
+        warnings=resolved.warnings,
     )
     logger.info("model: %.3f s, %s", request.weights_s, _how(planned))
     return request

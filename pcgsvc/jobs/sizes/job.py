@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pcgsvc.config import Config, listed
+from pcgsvc.config import Config
 from pcgsvc.report.plots import has_matplotlib
 from pcgsvc.report.report import write_report
 from pcgsvc.report.sizes_plot import draw_sizes
@@ -34,9 +34,8 @@ def sizes_job(config: Config, report_path: Path, out: Console) -> SizePlan:
     Raises:
         ConfigError: a file cannot be used.
     """
-    config, _ = with_sizes(config)
-    named = listed(config.capture)
-    plan = plan_for(config, {"capture.sizes": named} if named else {})
+    named = with_sizes(config)[0].capture.sizes
+    plan = plan_for(config, {"capture.sizes": named} if isinstance(named, list) else {})
     path = report_path if config.report is not None else report_path.with_name("sizes.json")
     picture = path.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)

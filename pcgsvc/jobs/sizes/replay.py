@@ -18,7 +18,6 @@ from pcgsvc.config import Config, Graphs, Mode
 from pcgsvc.errors import UncoveredError
 from pcgsvc.events import Progress
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
-from pcgsvc.forward.workspace import usable_sizes
 from pcgsvc.serve.runner import Runner
 from pcgsvc.sizing.cost import modelled
 from pcgsvc.sizing.expect import Forecast, Service
@@ -103,7 +102,7 @@ def _expected(runner: Runner, traffic: Traffic) -> float:
         query_len=config.capture.uniform_query_len,
         max_reqs=runner.memory.max_reqs,
     )
-    sizes = [] if config.capture.graphs is Graphs.OFF else usable_sizes(config)[0]
+    sizes = [] if config.capture.graphs is Graphs.OFF else config.capture.final_sizes
     return Forecast(traffic, service, modelled(0.0, 1.0)).of(sizes).padding_share
 
 
