@@ -1,7 +1,7 @@
 """When code that is not traced allocates and frees memory: it is run on tensors without memory.
 
 In: a forward, or an attention backend, inside a block of fake tensors. Out: `Event`s, one per
-storage that an op makes and one when the last tensor over it is gone. Knows nothing of allocators.
+storage that an op makes and one when the last tensor over it is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from pcgsvc.ops.context import ForwardContext, use_context
 
 
 class Tracked(torch_private.RecordingMode):
-    """Notes what ops allocate. Splitting ops are noted and go to their shape functions."""
+    """Notes what ops allocate. Splitting ops are noted and go to their shape functions.
+
+    As a `BreakHandler` it runs marked Python functions where they are met.
+    """
 
     def __init__(self, boundaries: Collection[str] = ()) -> None:
         super().__init__()
@@ -67,24 +70,16 @@ class Tracked(torch_private.RecordingMode):
             del self._live[sid]
             self.events.append(Event("free", entry[0]))
 
-    def close(self) -> list[Event]:
-        """Return all events; what is still alive is freed at the end."""
-        done = [*self.events, *(Event("free", number) for number, _ in self._live.values())]
-        return done
-
-
-class _Breaks:
-    """Runs marked Python functions where they are met; what they allocate is not captured."""
-
-    def __init__(self, tracked: Tracked) -> None:
-        self._tracked = tracked
-
     def at_function(
         self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """See `BreakHandler.at_function`."""
-        self._tracked.events.append(Event("boundary", name))
+        self.events.append(Event("boundary", name))
         return function(*args, **kwargs)
+
+    def close(self) -> list[Event]:
+        """Return all events; what is still alive is freed at the end."""
+        return [*self.events, *(Event("free", number) for number, _ in self._live.values())]
 
 
 def forward_events(
@@ -105,25 +100,24 @@ def forward_events(
     """
     views = workspace.views(context.padded_tokens)
     tracked = Tracked(boundaries)
-    with use_context(context), handle_breaks(_Breaks(tracked)), tracked:
+    with use_context(context), handle_breaks(tracked), tracked:
         result = module(**views, **constants)
     events = tracked.close()
-    del result
+    del result  # not before: a run's results live until its end
     return events
 
 
 def attention_events(
-    backend: AttentionBackend, rows: int, context: ForwardContext, like: torch.Tensor
+    backend: AttentionBackend, context: ForwardContext, like: torch.Tensor
 ) -> list[Event]:
     """Return what one layer of attention allocates and frees inside a full graph.
 
     Args:
         backend: without memory.
-        rows: of the step.
-        context: of the step, on the backend's device.
+        context: of the step, on the backend's device; its padded rows are the step's.
         like: any tensor of the device and dtype of q, k and v.
     """
-    spec = backend.spec
+    spec, rows = backend.spec, context.padded_tokens
     q = like.new_empty(rows, spec.num_heads, spec.head_dim)
     k, v = (like.new_empty(rows, spec.num_kv_heads, spec.head_dim) for _ in range(2))
     output = torch.empty_like(q)
@@ -136,8 +130,8 @@ def attention_events(
 
 def shape_context(workspace: Workspace, rows: int, uniform_query_len: int | None) -> ForwardContext:
     """Return the context of a step of which nothing but shapes is known."""
-    reqs = workspace.max_reqs
-    width = workspace.geometry.blocks_per_request if workspace.geometry is not None else 0
+    reqs, geometry = workspace.max_reqs, workspace.geometry
+    width = geometry.blocks_per_request if geometry is not None else 0
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=workspace.device)
