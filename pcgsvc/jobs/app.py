@@ -113,10 +113,14 @@ def _print(text: str, *, error: bool = False) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line with Hydra's parser; Hydra reads it again."""
-    parser = get_args_parser()
-    parser.prog, parser.allow_abbrev = "pcgsvc", False
-    parser.usage = "pcgsvc [-m] [--config-dir DIR] [setting=value ...] (pcgsvc --help lists all)"
-    parser.conflict_handler = "resolve"
+    parser = argparse.ArgumentParser(
+        prog="pcgsvc",
+        usage="pcgsvc [-m] [--config-dir DIR] [setting=value ...] (pcgsvc --help lists all)",
+        parents=[get_args_parser()],
+        add_help=False,
+        allow_abbrev=False,
+        conflict_handler="resolve",
+    )
     parser.add_argument("--version", action="store_true")  # ours, in place of Hydra's
     parser.set_defaults(config_name="config")
     return parser.parse_intermixed_args(list(argv))

@@ -1,7 +1,6 @@
-"""`job=cache`: looking at the disk cache and moving it about.
+"""`job=cache`: list, explain, check, clear, export and import the disk cache.
 
-In: a config with `cache.action`. Out: words for a person. Builds nothing, captures nothing; knows
-nothing of graphs.
+In: a config with `cache.action`. Out: text on a console. Builds nothing and captures nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from pcgsvc.cache.programs import Artifacts, NoProgramError, explain
 from pcgsvc.cache.reports import ABSENT
 from pcgsvc.cache.store import Store
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheAction, CacheMode, Config
-from pcgsvc.errors import CacheError, ConfigError
+from pcgsvc.config import CacheAction, Config
+from pcgsvc.errors import CacheError
 from pcgsvc.forward.request import Request
+from pcgsvc.jobs.preflight import check_cache_job
 from pcgsvc.models.request import request_of
 from pcgsvc.program.facts import program_facts
 from pcgsvc.program.guards import NotCanonicalError
@@ -34,7 +34,7 @@ def cache_job(config: Config, out: Console) -> None:
     """Do `config.cache.action` and print what it found.
 
     Raises:
-        ConfigError: the cache is off, or a bundle's path is missing.
+        ConfigError: the cache is off, or a bundle's path is missing or unusable.
         CacheError: the store is damaged (`check`), cannot be written, or a bundle is refused.
     """
     actions: dict[CacheAction, Callable[[Config, Store, Console], None]] = {
@@ -45,21 +45,20 @@ def cache_job(config: Config, out: Console) -> None:
         CacheAction.EXPORT: _export,
         CacheAction.IMPORT: _import,
     }
+    check_cache_job(config)
     cache = config.cache
-    if cache.mode is CacheMode.OFF:
-        raise ConfigError("cache.mode: got 'off' with job=cache; there is no cache to look at.")
     with Store.open(cache.dir, mode=cache.mode, max_bytes=cache.max_bytes) as store:
         actions[cache.action](config, store, out)
 
 
-def _say(out: Console, text: str) -> None:
+def _print(out: Console, text: str) -> None:
     out.print(escape(text), highlight=False, soft_wrap=True)
 
 
 def _ls(config: Config, store: Store, out: Console) -> None:
     programs = store.ls()
     where = store.folder.data if store.folder is not None else "-"
-    _say(out, f"{where}: {len(programs)} programs, {store.num_bytes() / 2**20:.1f} MiB in all")
+    _print(out, f"{where}: {len(programs)} programs, {store.num_bytes() / 2**20:.1f} MiB in all")
     for program in programs:
         used = datetime.datetime.fromtimestamp(program.last_use).isoformat(" ", "seconds")
         words = ", ".join(
@@ -67,7 +66,7 @@ def _ls(config: Config, store: Store, out: Console) -> None:
             for k, v in program.summary.items()
             if not k.endswith(("digest", "inductor.config")) and v != ABSENT
         )
-        _say(
+        _print(
             out,
             f"  {program.key[:12]}  {program.num_bytes / 2**20:7.2f} MiB  {program.num_pieces} "
             f"pieces  used {used}  {words}",
@@ -75,12 +74,12 @@ def _ls(config: Config, store: Store, out: Console) -> None:
 
 
 def _explain(config: Config, store: Store, out: Console) -> None:
-    """Say hit or miss for the composed config, and on a miss what differs."""
+    """Print hit or miss for the composed config, and on a miss what differs."""
     request = request_of(config)
     folder = CompilerFolder()
     try:
         with folder.in_use(request.config.compiler.threads):
-            _say(out, _hit_or_miss(request, store, folder))
+            _print(out, _hit_or_miss(request, store, folder))
     finally:
         folder.close()
 
@@ -109,14 +108,14 @@ def _hit_or_miss(request: Request, store: Store, folder: CompilerFolder) -> str:
 
 def _check(config: Config, store: Store, out: Console) -> None:
     found = store.check()
-    _say(
+    _print(
         out,
         f"{found.num_programs} programs and {found.num_pieces} pieces are sound "
         f"({found.num_bytes / 2**20:.1f} MiB); {len(found.orphans)} pieces that no program lists, "
         f"{len(found.strays)} stray files, {len(found.quarantined)} in quarantine",
     )
     for problem in found.problems:
-        _say(out, f"  damaged: {problem}")
+        _print(out, f"  damaged: {problem}")
     if not found.ok:
         raise CacheError(
             f"cache check: {len(found.problems)} entries are damaged; each is a miss, and is "
@@ -125,12 +124,12 @@ def _check(config: Config, store: Store, out: Console) -> None:
 
 
 def _clear(config: Config, store: Store, out: Console) -> None:
-    _say(out, f"cleared {store.clear() / 2**20:.1f} MiB")
+    _print(out, f"cleared {store.clear() / 2**20:.1f} MiB")
 
 
 def _export(config: Config, store: Store, out: Console) -> None:
     info = export_bundle(store, _file(config))
-    _say(
+    _print(
         out,
         f"{info.path}: {info.num_programs} programs, {info.num_pieces} pieces, "
         f"{info.num_bytes / 2**20:.1f} MiB\nsha256 {info.sha256}",
@@ -139,13 +138,9 @@ def _export(config: Config, store: Store, out: Console) -> None:
 
 def _import(config: Config, store: Store, out: Console) -> None:
     info = import_bundle(store, _file(config), expected_sha256=config.cache.import_sha256)
-    _say(out, f"{info.num_written} entries written, {info.num_present} were there already")
+    _print(out, f"{info.num_written} entries written, {info.num_present} were there already")
 
 
 def _file(config: Config) -> Path:
-    if config.cache.file is None:
-        raise ConfigError(
-            f"cache.file: cache.action={config.cache.action.value} needs the path of a bundle, "
-            "e.g. cache.file=programs.tar."
-        )
+    assert config.cache.file is not None, "check_cache_job refuses it"
     return Path(config.cache.file)

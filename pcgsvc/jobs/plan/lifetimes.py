@@ -2,7 +2,6 @@
 
 In: a traced graph and its partition. Out: `Event`s of one run at a size. Runs nothing: sizes are
 symbols of the trace, and a storage lives from the node that makes it to the last that reads it.
-Knows nothing of allocators.
 
 Under Inductor only some values get memory: those that cross a border of pieces, those that a
 kernel which Inductor does not write (a matrix product, a custom op) makes or reads, and those that
@@ -13,6 +12,7 @@ with it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -175,38 +175,31 @@ class Lifetimes:
             rows: of the run.
             full: whether splitting ops lie inside the graph.
         """
-        born: dict[int, list[tuple[int, _Storage]]] = {}
-        dies: dict[int, list[int]] = {}
-        for sid, storage in self._found.items():
-            if storage.real and (full or not storage.boundary):
-                born.setdefault(storage.born, []).append((sid, storage))
-                dies.setdefault(storage.last, []).append(sid)
+        sizes = {
+            sid: storage.at(rows)
+            for sid, storage in self._found.items()
+            if storage.real and (full or not storage.boundary)
+        }
+        born, dies = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        for sid in sizes:
+            born[self._found[sid].born].append(sid)
+            dies[self._found[sid].last].append(sid)
         for at, node in enumerate(self._nodes):
             name = self._splitting.get(node, op_names(node)[0])
             inside = not self._opaque_ops and find_spec(name) is not None
             if node in self._splitting or inside:
                 yield Event("boundary", name)
-            gone: set[int] = set()
-            for sid, storage in born.get(at, ()):
-                over = self._overwritten(at, storage.at(rows), dies, rows) - gone
-                if over:
-                    gone.add(min(over))
-                    yield Event("free", min(over))
-                yield Event("alloc", sid, storage.at(rows))
-            for sid in dies.get(at, ()):
-                if sid not in gone:
-                    yield Event("free", sid)
-        for sid in dies.get(len(self._nodes), ()):
-            yield Event("free", sid)
-
-    def _overwritten(
-        self, at: int, num_bytes: int, dies: dict[int, list[int]], rows: int
-    ) -> set[int]:
-        """Return what a generated kernel may write its result over."""
-        if at not in self._generated:
-            return set()
-        dying = (sid for sid in dies.get(at, ()) if self._found[sid].born < at)
-        return {s for s in dying if self._found[s].at(rows) == num_bytes}
+            # What a generated kernel may write its results over.
+            inputs = {s for s in dies[at] if self._found[s].born < at and at in self._generated}
+            for sid in born[at]:
+                over = min((s for s in inputs if sizes[s] == sizes[sid]), default=None)
+                if over is not None:
+                    inputs.remove(over)
+                    dies[at].remove(over)
+                    yield Event("free", over)
+                yield Event("alloc", sid, sizes[sid])
+            yield from (Event("free", sid) for sid in dies[at])
+        yield from (Event("free", sid) for sid in dies[len(self._nodes)])
 
     def bridge_bytes(self, rows: int) -> int:
         """Return the bytes of what splitting ops return, which a piecewise entry keeps."""
