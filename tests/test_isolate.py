@@ -69,8 +69,8 @@ def test_the_process_gets_the_task_and_says_what_became_of_it(run: Any, tmp_path
         "sys.exit(1)\n"
     )
     report = tmp_path / "report.json"
-    assert (done.code, done.reason, done.report) == (1, "why", report)
-    assert done.output.read_text() == "7 True\n"
+    assert (done.code, done.reason, done.report) == (1, "why", str(report))
+    assert Path(done.output).read_text() == "7 True\n"
 
 
 ENDS = {
@@ -120,7 +120,7 @@ def test_what_a_job_leaves_running_is_ended_with_it(run: Any) -> None:
         "os.write(channel, json.dumps({'code': 0, 'reason': None, 'report': None}).encode())\n"
     )
     assert done.code == 0
-    assert gone(int(done.output.read_text()))
+    assert gone(int(Path(done.output).read_text()))
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_a_job_is_ended_at_its_time_limit_and_may_clean_up(
     started = time.monotonic()
     done = run(body, timeout_s=3)
     assert done.reason.startswith("ended after sweep.timeout_s=3 seconds")
-    assert ("clean" in done.output.read_text()) is not deaf
+    assert ("clean" in Path(done.output).read_text()) is not deaf
     assert time.monotonic() - started < 30
 
 
@@ -196,7 +196,7 @@ def test_an_outcome_names_only_a_report_that_this_job_wrote(
 
     monkeypatch.setattr("pcgsvc.jobs.run.run_job", write_and_fail)
     found = perform(Config(), path, verbose=False)
-    assert found == Outcome(code=outcome.BAD_CONFIG, reason="ConfigError: no", report=path)
+    assert found == Outcome(code=outcome.BAD_CONFIG, reason="ConfigError: no", report=str(path))
 
 
 # ---- records -------------------------------------------------------------------------------------

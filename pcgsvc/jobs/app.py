@@ -128,13 +128,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _is_for_hydra(words: argparse.Namespace) -> bool:
     """Whether Hydra shows something of its own and runs no job, or runs one again."""
-    shown = (words.cfg, words.info, words.experimental_rerun)
-    return (
-        words.hydra_help
-        or words.resolve
-        or words.shell_completion
-        or any(word is not None for word in shown)
-    )
+    own = (words.hydra_help, words.resolve, words.shell_completion, words.cfg, words.info)
+    return any(own) or words.experimental_rerun is not None
 
 
 def _is_verbose(argv: Sequence[str]) -> bool:

@@ -138,7 +138,7 @@ def _export(config: Config, store: Store, out: Console) -> None:
 
 def _import(config: Config, store: Store, out: Console) -> None:
     info = import_bundle(store, _file(config), expected_sha256=config.cache.import_sha256)
-    _print(out, f"{info.num_written} entries written, {info.num_present} were there already")
+    _print(out, f"{info.num_written} entries written, {info.num_present} were already stored")
 
 
 def _file(config: Config) -> Path:

@@ -108,4 +108,4 @@ def _table(out: Console, settings: Sequence[Setting], origins: dict[str, Origin]
         known = "yes" if key_reason(setting.path) is None else "no"
         table.add_row(setting.path, escape(value), escape(origin.set_by), known)
     out.print(table)
-    out.print("job=config config.explain=SETTING says more of one", style="dim")
+    out.print("job=config config.explain=SETTING explains one in full", style="dim")

@@ -63,11 +63,10 @@ def compose_with_origins(
             words = ["hydra.job.name=pcgsvc", *overrides]
             listed = loader.compute_defaults_list(config_name, words, RunMode.RUN)
             layers = _layers(loader, listed.defaults, overrides)
-        on_line = [o for o in listed.config_overrides if not _is_hydra(o)]
     composed, resolved = to_dict(config), to_dict(_resolved(config))
     origins = {}
     for path in (setting.path for setting in walk()):
-        by = _set_by(path, layers, on_line)
+        by = _set_by(path, layers, listed.config_overrides)
         before, value = _at(composed, path), _at(resolved, path)
         if value != before:
             word = "null" if before is None else before
@@ -81,10 +80,6 @@ def compose_with_origins(
 
 def _resolved(config: Config) -> Config:
     return resolve(with_sizes(config)[0], device_type=device_of(config).type)
-
-
-def _is_hydra(override: Override) -> bool:
-    return override.key_or_group.split(".")[0].split("/")[0] == "hydra"
 
 
 # ---- files ---------------------------------------------------------------------------------------

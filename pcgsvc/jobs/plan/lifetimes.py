@@ -104,9 +104,10 @@ class Lifetimes:
         results = {sid for node in output.all_input_nodes for sid in _storages(node)}
         crossing, found = set(results), self._found
         for at, node in enumerate(self._nodes):
-            for sid, size in _sized(traced, node).items():
-                if sid not in given:
-                    found.setdefault(sid, _Storage(at, size, at, node in self._splitting))
+            for sid, tensor in _memory(node).items():
+                if sid not in given and sid not in found:
+                    size = _num_bytes(traced, tensor)
+                    found[sid] = _Storage(at, size, at, node in self._splitting)
             for used in node.all_input_nodes:
                 outside = crossing_counts and ends.get(used) != ends[node]
                 for sid in _storages(used) & found.keys():
@@ -118,7 +119,7 @@ class Lifetimes:
         return crossing
 
     def _fuse(self, crossing: set[int], results_only: bool) -> None:
-        """Take memory from what is fused, and let its inputs live until it is computed."""
+        """Take memory from what is fused, and keep its inputs until it is computed."""
         library = {node for node in self._nodes if self._is_library_call(node)}
         self._generated = {at for at, node in enumerate(self._nodes) if node not in library}
         needed = set(crossing)
@@ -173,7 +174,7 @@ class Lifetimes:
 
         Args:
             rows: of the run.
-            full: whether splitting ops lie inside the graph.
+            full: whether splitting ops are inside the graph.
         """
         sizes = {
             sid: storage.at(rows)
@@ -211,15 +212,12 @@ def _storages(node: torch.fx.Node) -> set[int]:
 
 
 def _memory(node: torch.fx.Node) -> dict[int, torch.Tensor]:
-    """Return a tensor of each storage that a node's value lies in."""
+    """Return a tensor of each storage of a node's value."""
     leaves = pytree.tree_leaves(node.meta.get("example_value"))
     return {torch_private.storage_id(t): t for t in leaves if isinstance(t, torch.Tensor)}
 
 
-def _sized(traced: TracedGraph, node: torch.fx.Node) -> dict[int, int | CodeType]:
-    """Return the bytes of every storage that a node's tensors lie in."""
-    found: dict[int, int | CodeType] = {}
-    for sid, tensor in _memory(node).items():
-        size: Any = traced.size_of(tensor.untyped_storage().nbytes())
-        found[sid] = size if isinstance(size, int) else compile(size, "<bytes>", "eval")
-    return found
+def _num_bytes(traced: TracedGraph, tensor: torch.Tensor) -> int | CodeType:
+    """Return the bytes of a tensor's storage, or their compiled source over `s`."""
+    size: Any = traced.size_of(tensor.untyped_storage().nbytes())
+    return size if isinstance(size, int) else compile(size, "<bytes>", "eval")

@@ -54,7 +54,7 @@ class CacheOnly(AttentionBackend):
 def plan_request(config: Config, progress: Progress, *, real: str | None = None) -> Request:
     """Resolve and validate a config and build its model without memory.
 
-    A model whose constructor reads values of tensors is built for real, and the plan says so.
+    A model whose constructor reads values of tensors is built for real, with a warning in the plan.
 
     Args:
         config: as composed or resolved.

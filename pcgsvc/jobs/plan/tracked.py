@@ -34,7 +34,7 @@ class Tracked(torch_private.RecordingMode):
         self._boundaries = boundaries
         self._number = itertools.count()
         self._live: dict[int, list[int]] = {}
-        """Per storage that was made here: its number, and how many tensors lie in it."""
+        """Per storage that was made here: its number, and how many tensors use it."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -56,7 +56,7 @@ class Tracked(torch_private.RecordingMode):
         sid = torch_private.storage_id(tensor)
         if sid not in self._live:
             if sid in known:
-                return  # a view of what was there before
+                return  # a view of an older storage
             number = next(self._number)
             self._live[sid] = [number, 0]
             self.events.append(Event("alloc", number, tensor.untyped_storage().nbytes()))

@@ -58,11 +58,8 @@ def _perform(task: dict[str, Any]) -> dict[str, Any]:
     configure_log(OmegaConf.create(task["logging"]), task["verbose"])
     config, path = from_dict(task["config"]), Path(task["report"])
     outcome = perform(config, path, verbose=bool(task["verbose"]))
-    return {
-        "code": outcome.code,
-        "reason": outcome.reason and outcome.reason[:_MOST],
-        "report": str(outcome.report) if outcome.report else None,
-    }
+    reason = outcome.reason and outcome.reason[:_MOST]
+    return {"code": outcome.code, "reason": reason, "report": outcome.report}
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def run_isolated(
     """Run a job in a process of its own and wait for its end, at most `sweep.timeout_s` seconds.
 
     The process has this one's environment, working directory and import path, and nothing else of
-    it: what was registered or changed here by code is not there.
+    it: what code has registered or changed here is missing there.
 
     Args:
         config: as composed.
@@ -72,7 +72,7 @@ def run_isolated(
         killed = _oom_kills() > ooms
         reason = _why(process.returncode, output, peak=peak, limit=limit, out_of_memory=killed)
         outcome = Outcome(code=FAILED, reason=reason)
-    return replace(outcome, peak_host_bytes=peak, output=output)
+    return replace(outcome, peak_host_bytes=peak, output=str(output))
 
 
 # ---- the process ---------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def _started(output: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         try:
             with output.open("wb") as file:
                 process = subprocess.Popen(
-                    # -P: the import path is handed over; -u: a killed job's last words are there.
+                    # -P: the import path is handed over; -u: a killed job's last output is kept.
                     [sys.executable, "-P", "-u", child.__file__, str(theirs)],
                     stdin=subprocess.PIPE,
                     stdout=file,
@@ -166,16 +166,10 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 def _received(channel: int) -> Outcome | None:
     """Return the outcome that the job sent at its end; None if it came to no end."""
-    parts = []
-    with contextlib.suppress(BlockingIOError):
-        while part := os.read(channel, 1 << 16):
-            parts.append(part)
-    try:
-        sent = json.loads(b"".join(parts))
-    except ValueError:
+    try:  # all of it is there, since its writer has ended
+        return Outcome(**json.loads(os.read(channel, 1 << 16)))
+    except (BlockingIOError, ValueError):
         return None
-    report = Path(sent["report"]) if sent["report"] else None
-    return Outcome(code=sent["code"], reason=sent["reason"], report=report)
 
 
 def _why(

@@ -1,4 +1,4 @@
-"""One job, done: its exit code, what went wrong, and where its report lies.
+"""Run one job: its exit code, what went wrong, and the path of its report.
 
 In: a config. Out: an `Outcome`; an error is a log message and never an exception.
 """
@@ -25,12 +25,12 @@ class Outcome:
     code: int
     reason: str | None = None
     """What went wrong; None if nothing did."""
-    report: Path | None = None
-    """The report that this job wrote, also where it failed afterwards; None: it wrote none."""
+    report: str | None = None
+    """Path of the report that it wrote, also where it failed afterwards; None: it wrote none."""
     peak_host_bytes: int | None = None
     """The most memory that its process held; None: not known, or it had no process of its own."""
-    output: Path | None = None
-    """What it printed; None: it printed into this process's output."""
+    output: str | None = None
+    """Path of what it printed; None: it printed into this process's output."""
 
 
 def perform(config: Config, report_path: Path, *, verbose: bool) -> Outcome:
@@ -57,11 +57,11 @@ def perform(config: Config, report_path: Path, *, verbose: bool) -> Outcome:
         logger.error("%s%s", reason, hint, exc_info=error if verbose else None)
     after = _stamp(report_path)
     written = after is not None and after != before
-    return Outcome(code=code, reason=reason, report=report_path if written else None)
+    return Outcome(code=code, reason=reason, report=str(report_path) if written else None)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return what changes whenever a report is written; None where there is none."""
+    """Return what changes whenever a report is written; None: there is no file."""
     try:
         found = path.stat()
     except OSError:

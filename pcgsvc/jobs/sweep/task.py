@@ -56,8 +56,8 @@ def run_task(composed: DictConfig, membership: Membership | None) -> int:
         reason=outcome.reason,
         seconds=time.perf_counter() - started,
         peak_host_bytes=outcome.peak_host_bytes,
-        report=str(outcome.report) if outcome.report else None,
-        output=str(outcome.output) if outcome.output else None,
+        report=outcome.report,
+        output=outcome.output,
     )
     write_record(record)
     _log(record, membership.total)
