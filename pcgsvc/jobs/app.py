@@ -9,13 +9,12 @@ folders, logging and multirun, and calls `sweep.task` for each job.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -43,6 +42,10 @@ def entry() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal must not end a job
     logging.raiseExceptions = False  # no traceback per log line when the reader (`| head`) is gone
+    # `model.target` may name modules of the folder that the command was started in. `python -m` has
+    # it on the path already; else last, so that no file in it replaces an installed package.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     sys.exit(main(sys.argv[1:]))
 
 
@@ -60,11 +63,10 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "--config-path: pcgsvc needs its own settings; add yours with --config-dir."
             )
-        with _own_folder_importable():
-            command = None if _is_for_hydra(words) else _check(words)
-            if command is not None and command.jobs[0].job is Job.CONFIG:
-                return _explain(words)
-            return _hand_over(argv, words, command)
+        command = None if _is_for_hydra(words) else _check(words)
+        if command is not None and command.jobs[0].job is Job.CONFIG:
+            return _explain(words)
+        return _hand_over(argv, words, command)
     except SystemExit as ended:  # argparse after a bad option, Hydra after its own help
         return ended.code if isinstance(ended.code, int) else FAILED
     except KeyboardInterrupt:
@@ -74,24 +76,6 @@ def main(argv: Sequence[str]) -> int:
         if _is_verbose(argv):
             traceback.print_exception(error)
         return _complain(error)
-
-
-@contextlib.contextmanager
-def _own_folder_importable() -> Iterator[None]:
-    """Let `model.target` name modules of the folder that the command was started in.
-
-    `python -m pcgsvc` has it on the path already, the `pcgsvc` script has not. Last, so that no
-    file there stands in for an installed package.
-    """
-    folder = os.getcwd()
-    added = "" not in sys.path and folder not in sys.path
-    if added:
-        sys.path.append(folder)
-    try:
-        yield
-    finally:
-        if added and folder in sys.path:
-            sys.path.remove(folder)
 
 
 def _complain(error: Exception) -> int:

@@ -5,6 +5,7 @@ In: a config with `cache.action`. Out: text on a console. Builds nothing and cap
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 from collections.abc import Callable
@@ -76,12 +77,9 @@ def _ls(config: Config, store: Store, out: Console) -> None:
 def _explain(config: Config, store: Store, out: Console) -> None:
     """Print hit or miss for the composed config, and on a miss what differs."""
     request = request_of(config)
-    folder = CompilerFolder()
-    try:
-        with folder.in_use(request.config.compiler.threads):
-            _print(out, _hit_or_miss(request, store, folder))
-    finally:
-        folder.close()
+    threads = request.config.compiler.threads
+    with contextlib.closing(CompilerFolder()) as folder, folder.in_use(threads):
+        _print(out, _hit_or_miss(request, store, folder))
 
 
 def _hit_or_miss(request: Request, store: Store, folder: CompilerFolder) -> str:

@@ -35,17 +35,13 @@ def explain(
     )
     name = config.config.explain
     settings = list(walk())
-    if name is None:
-        _table(out, settings, origins)
-        return
-    one = [s for s in settings if s.path == name]
-    if one:
-        _full(out, one[0], origins[name])
-        return
-    group = [s for s in settings if s.path.startswith(f"{name}.")]
-    if not group:
-        raise ConfigError(_unknown(name, [s.path for s in settings]))
-    _table(out, group, origins)
+    chosen = [s for s in settings if name is None or f"{s.path}.".startswith(f"{name}.")]
+    if not chosen:
+        raise ConfigError(_unknown(str(name), [s.path for s in settings]))
+    if chosen[0].path == name:
+        _full(out, chosen[0], origins[name])
+    else:
+        _table(out, chosen, origins)
 
 
 def _unknown(name: str, paths: Sequence[str]) -> str:

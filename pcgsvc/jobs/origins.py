@@ -39,16 +39,6 @@ class Origin:
     """What set it, for people."""
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One YAML file; what it sets replaces what earlier ones set."""
-
-    words: str
-    """Which file it is and how it was chosen, for people."""
-    tree: Any
-    """All that it sets, nested as in a config."""
-
-
 def compose_with_origins(
     overrides: Sequence[str], *, config_dir: str | None = None, config_name: str = "config"
 ) -> tuple[Config, dict[str, Origin]]:
@@ -87,8 +77,8 @@ def _resolved(config: Config) -> Config:
 
 def _layers(
     loader: ConfigLoaderImpl, defaults: Sequence[ResultDefault], overrides: Sequence[str]
-) -> list[_Layer]:
-    """Return the files that Hydra composes, in order, each with what it sets."""
+) -> list[tuple[str, Any]]:
+    """Return the files that Hydra composes, in order: in words, and what each sets as a tree."""
     found = []
     for default in defaults:
         path = default.config_path
@@ -100,7 +90,7 @@ def _layers(
         tree: Any = OmegaConf.to_container(loaded.config, resolve=False)
         for group in reversed((default.package or "").split(".")):
             tree = {group: tree} if group else tree
-        found.append(_Layer(f"{_file(loaded.provider, path)}{_choice(path, overrides)}", tree))
+        found.append((f"{_file(loaded.provider, path)}{_choice(path, overrides)}", tree))
     return found
 
 
@@ -126,15 +116,15 @@ def _choice(path: str, overrides: Sequence[str]) -> str:
     return ""
 
 
-def _set_by(path: str, layers: Sequence[_Layer], overrides: Sequence[Override]) -> str:
+def _set_by(path: str, layers: Sequence[tuple[str, Any]], overrides: Sequence[Override]) -> str:
     """Return what set a setting last."""
     for override in reversed(overrides):
         key = override.key_or_group
         if path == key or path.startswith(f"{key}.") or key.startswith(f"{path}."):
             return f"command line ({override.input_line})"
-    for layer in reversed(layers):
+    for words, tree in reversed(layers):
         with contextlib.suppress(KeyError, TypeError):
-            return layer.words + _environment(_at(layer.tree, path))
+            return f"{words}{_environment(_at(tree, path))}"
     return "default"
 
 

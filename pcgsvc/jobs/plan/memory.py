@@ -87,9 +87,8 @@ def static_memory(estimate: MemoryEstimate, workspace: Workspace) -> None:
         f"{geometry.num_blocks} blocks of {geometry.block_size} tokens in "
         f"{backend.spec.num_layers} layers, {geometry.scratch_blocks} of them scratch",
     )
-    cache = {torch_private.storage_id(t) for t in backend.kv_cache}
     own = [t for t in vars(backend).values() if isinstance(t, torch.Tensor)]
-    scratch = storage_bytes(t for t in own if torch_private.storage_id(t) not in cache)
+    scratch = storage_bytes([*backend.kv_cache, *own]) - storage_bytes(backend.kv_cache)
     if scratch:
         estimate.add("attention scratch", scratch, "static tensors of the backend")
 
