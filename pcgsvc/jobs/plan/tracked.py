@@ -6,8 +6,8 @@ storage that an op makes and one when the last tensor over it is gone.
 
 from __future__ import annotations
 
-import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -32,9 +32,8 @@ class Tracked(torch_private.RecordingMode):
         super().__init__()
         self.events: list[Event] = []
         self._boundaries = boundaries
-        self._number = itertools.count()
-        self._live: dict[int, list[int]] = {}
-        """Per storage that was made here: its number, and how many tensors use it."""
+        self._live = Counter[int]()
+        """How many tensors use each storage that was made here."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -54,21 +53,17 @@ class Tracked(torch_private.RecordingMode):
 
     def _note(self, tensor: torch.Tensor, known: set[int]) -> None:
         sid = torch_private.storage_id(tensor)
-        if sid not in self._live:
+        if not self._live[sid]:
             if sid in known:
                 return  # a view of an older storage
-            number = next(self._number)
-            self._live[sid] = [number, 0]
-            self.events.append(Event("alloc", number, tensor.untyped_storage().nbytes()))
-        self._live[sid][1] += 1
+            self.events.append(Event("alloc", sid, tensor.untyped_storage().nbytes()))
+        self._live[sid] += 1
         weakref.finalize(tensor, self._gone, sid)
 
     def _gone(self, sid: int) -> None:
-        entry = self._live[sid]
-        entry[1] -= 1
-        if not entry[1]:
-            del self._live[sid]
-            self.events.append(Event("free", entry[0]))
+        self._live[sid] -= 1
+        if not self._live[sid]:
+            self.events.append(Event("free", sid))
 
     def at_function(
         self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -79,7 +74,7 @@ class Tracked(torch_private.RecordingMode):
 
     def close(self) -> list[Event]:
         """Return all events; what is still alive is freed at the end."""
-        return [*self.events, *(Event("free", number) for number, _ in self._live.values())]
+        return [*self.events, *(Event("free", sid) for sid in +self._live)]
 
 
 def forward_events(
