@@ -12,8 +12,8 @@ import pcgsvc
 
 PACKAGE = Path(pcgsvc.__file__).parent
 ORDER = """
-version errors events torch_private config ops sizing forward models trace program partition compilers
-cache build capture check serve report pipeline api jobs __main__
+version errors events torch_private config ops sizing forward models trace program partition
+compilers cache build capture check serve report pipeline api jobs __main__
 """
 ROOMS = ORDER.split()
 """From left to right; a room imports only rooms to its left, and itself."""

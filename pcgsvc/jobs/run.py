@@ -21,7 +21,7 @@ from pcgsvc.forward.request import make_samples
 from pcgsvc.jobs.cache import cache_job
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.plan.section import plan_report
-from pcgsvc.jobs.sizes.job import sizes_job
+from pcgsvc.jobs.sizes.recommend import sizes_job
 from pcgsvc.jobs.sizes.replay import replay
 from pcgsvc.models.request import request_of
 from pcgsvc.ops.expert_group import rank_of_process, uses_group

@@ -1,7 +1,7 @@
-"""Replaying a traffic file through a runner: what of the captured graphs is used.
+"""Replay a traffic file through a runner and count which captured graphs it uses.
 
 In: a runner and a traffic. Out: the report's `traffic`: hits, padding, fall-backs, graphs that were
-never used. Results of the calls are thrown away. Knows nothing of tables.
+never used. Results of the calls are thrown away.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def replay(runner: Runner, config: Config, progress: Progress) -> dict[str, Any]
     Every row of the file is called `count` times, in an order shuffled by `config.seed`. Of more
     than `config.max_traffic_calls` calls that many are taken evenly: by row count, the calls at
     equal distances. A general call is one request, or as few as `attention.max_model_len` allows;
-    requests of uniform calls have some past. They lie in the runner's KV blocks, whose contents
-    are lost.
+    requests of uniform calls have some past. They use the runner's KV blocks, whose contents are
+    lost.
 
     Returns:
         The report's `traffic`: `runner.stats()` of these calls and what the sizes were expected to
@@ -67,7 +67,7 @@ def replay(runner: Runner, config: Config, progress: Progress) -> dict[str, Any]
         progress.advance()
     progress.stop()
     stats = runner.stats()
-    del stats["calls"]  # the file says as much
+    del stats["calls"]  # known from the file
     return {
         "file": config.traffic,
         "calls_in_file": traffic.num_calls,

@@ -18,12 +18,11 @@ from pcgsvc.report.sizes_plot import draw_sizes
 from pcgsvc.report.sizes_table import show_sizes
 from pcgsvc.report.tables import show_place
 from pcgsvc.sizing.auto import plan_for, with_sizes
-from pcgsvc.sizing.choice import SizePlan
 
 logger = logging.getLogger(__name__)
 
 
-def sizes_job(config: Config, report_path: Path, out: Console) -> SizePlan:
+def sizes_job(config: Config, report_path: Path, out: Console) -> None:
     """Choose capture sizes for `config.traffic`; those that are set are judged beside them.
 
     Args:
@@ -39,20 +38,15 @@ def sizes_job(config: Config, report_path: Path, out: Console) -> SizePlan:
     path = report_path if config.report is not None else report_path.with_name("sizes.json")
     picture = path.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    warnings = _draw(plan, picture)
+    warnings = []
+    if has_matplotlib():
+        draw_sizes(plan, picture)
+    else:
+        words = f"{picture.name} is not drawn: matplotlib is not installed (pip install matplotlib)"
+        logger.warning("%s", words)
+        warnings.append(words)
     write_report({**plan.as_json(), "warnings": warnings}, path)
     show_sizes(out, plan)
     show_place(out, path.absolute())
     if not warnings:
         show_place(out, picture.absolute(), "picture")
-    return plan
-
-
-def _draw(plan: SizePlan, picture: Path) -> list[str]:
-    """Draw the picture, or return what to warn of."""
-    if has_matplotlib():
-        draw_sizes(plan, picture)
-        return []
-    words = f"{picture.name} is not drawn: matplotlib is not installed (pip install matplotlib)"
-    logger.warning("%s", words)
-    return [words]
