@@ -1,7 +1,6 @@
 """The panels of the picture that compares jobs.
 
-In: matplotlib's axes, and jobs with their colours. Out: what is drawn on them. Knows nothing of
-figures or files.
+In: matplotlib's axes, and jobs with their colours. Out: what is drawn on them.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcgsvc.report.costs import Cost, Kind
-from pcgsvc.report.rows import Facts, Step
+from pcgsvc.report.rows import Facts, Row, Step
 
 GREY = "#9a9a9a"
 """Of jobs that have no colour of their own."""
 
+_MIB = "MiB that the graphs hold"
 _DASHES = ("-", (0, (4, 3)), (0, (1.5, 2.5)))
 _WIDE = 8.0
 """Largest over smallest value from which on an axis is logarithmic."""
@@ -26,12 +26,21 @@ _WIDE = 8.0
 class PlotJob:
     """One job that has something to show."""
 
-    name: str
-    label: str
-    facts: Facts
+    row: Row
     cost: Cost
+    """Of a report with `graphs`."""
     colour: Any
     marker: str
+
+    @property
+    def name(self) -> str:
+        """Its number."""
+        return self.row.name
+
+    @property
+    def facts(self) -> Facts:
+        """What its report says."""
+        return self.cost.facts
 
     @property
     def style(self) -> dict[str, Any]:
@@ -47,7 +56,7 @@ class PlotJob:
     @property
     def memory_mib(self) -> float:
         """What they hold."""
-        return (self.cost.memory_bytes or 0) / 2**20
+        return (self.facts.memory_bytes or 0) / 2**20
 
 
 def list_of(names: Iterable[str]) -> str:
@@ -146,7 +155,7 @@ def _tokens(axes: Any, jobs: Sequence[PlotJob]) -> None:
 def draw_memory(axes: Any, jobs: Sequence[PlotJob]) -> None:
     """Draw what the graphs hold."""
     axes.set_title("Memory by number of graphs")
-    axes.set_ylabel("MiB that the graphs hold")
+    axes.set_ylabel(_MIB)
     _scatter(axes, jobs, lambda job: job.num_graphs, lambda job: job.memory_mib)
     _graphs(axes)
 
@@ -187,7 +196,7 @@ def _is_cold(job: PlotJob) -> bool:
 def draw_front(axes: Any, jobs: Sequence[PlotJob]) -> None:
     """Draw the two costs against each other; down and to the left is better."""
     axes.set_title("Pareto front: decode step against memory")
-    axes.set_xlabel("MiB that the graphs hold")
+    axes.set_xlabel(_MIB)
     limit = max((job.cost.limit for job in jobs), default=0)
     axes.set_ylabel(f"mean µs per decode step, 1 to {limit} tokens")
     known = [job for job in jobs if job.cost.objectives is not None]
@@ -248,7 +257,7 @@ def _scatter(
 
 
 def _values(axes: Any, values: Sequence[float]) -> None:
-    """Scale an axis of times: from nought, or by powers where they are far apart."""
+    """Scale an axis of times: from 0, or logarithmic where they are far apart."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     if not values or max(values) <= _WIDE * min(values):

@@ -1,6 +1,6 @@
-"""What one report says, as the row of a table that compares jobs.
+"""One job of a comparison, and the report that it wrote.
 
-In: a report, or a job that has none. Out: a `Row`. Knows nothing of files, Hydra, tables or plots.
+In: a report as JSON types. Out: `Facts`, or a `ConfigError` that says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,17 @@ class Facts:
 
     @property
     def graphs(self) -> Mapping[str, Any] | None:
-        """The report's words on captured graphs; None: the job captured none by intent."""
+        """The report's `graphs`; None: the job was not meant to capture any."""
         return self.report.get("graphs")
 
     @property
+    def recorded(self) -> bool:
+        """Whether its graphs are the CPU's recordings."""
+        return self.graphs is not None and self.graphs["backend"] == "recorded"
+
+    @property
     def memory_bytes(self) -> int | None:
-        """What the graphs hold: the device's memory where it is told, else their pool's."""
+        """What the graphs hold: the larger of their pool and the device memory they took."""
         graphs = self.graphs
         return None if graphs is None else max(graphs["pool_bytes"], graphs["device_bytes"])
 
@@ -60,7 +65,7 @@ class Facts:
 
     @property
     def verified(self) -> tuple[int, int] | None:
-        """How many entries were found right, of how many; None: none was looked at."""
+        """How many entries were found right, of how many; None: none was compared."""
         rows = self.report.get("verify")
         return None if rows is None else (sum(row["ok"] for row in rows), len(rows))
 
@@ -87,29 +92,31 @@ class Row:
     name: str
     """Its number in a sweep, or its report's path."""
     differs: dict[str, str]
-    """In what it differs from the others, by setting."""
+    """Settings in which it differs from the others."""
     status: str
     """`done`, `failed`, `interrupted` or `not run`."""
     reason: str | None = None
     """What went wrong."""
     overrides: list[str] = field(default_factory=list)
     place: str | None = None
-    """Path of its report; None: there is none."""
+    """Path of its report; None: it wrote none."""
     output: str | None = None
     """Path of what it printed; None: not kept."""
     wall_s: float | None = None
     """Seconds from start to end of its process."""
     peak_host_bytes: int | None = None
     facts: Facts | None = None
-    """None: there is no report."""
+    """None: it has no report."""
 
     @property
     def ok(self) -> bool:
-        """Whether its figures may be relied on."""
+        """Whether its figures can be relied on."""
         return self.status == "done"
 
 
-_PLACES: dict[str, type | tuple[type, ...]] = {
+_TIMES = ("step_us", "host_us", "plain_us")
+_Kinds = type | tuple[type, ...]
+_PLACES: dict[str, _Kinds] = {
     "pcgsvc": str,
     "torch": str,
     "device": str,
@@ -129,8 +136,6 @@ _PLACES: dict[str, type | tuple[type, ...]] = {
     "compile.num_loaded": int,
     "compile.seconds": dict,
     "compile.seconds.total": (int, float),
-}
-_GRAPH_PLACES: dict[str, type | tuple[type, ...]] = {
     "graphs.backend": str,
     "graphs.num_graphs": int,
     "graphs.by_mode": dict,
@@ -139,7 +144,7 @@ _GRAPH_PLACES: dict[str, type | tuple[type, ...]] = {
     "graphs.pool_bytes": int,
     "graphs.device_bytes": int,
 }
-"""What is read of a report, and its kind."""
+"""What is read of a report, and its type; `graphs` may be missing as a whole."""
 
 
 def facts_of(report: Any) -> Facts:
@@ -154,13 +159,14 @@ def facts_of(report: Any) -> Facts:
         raise ConfigError(
             f"its schema is {report.get('schema')!r}, and this version of pcgsvc reads schema 1."
         )
-    for path, kind in (_PLACES | (_GRAPH_PLACES if "graphs" in report else {})).items():
-        _need(report, path, kind)
+    for path, kinds in _PLACES.items():
+        if "graphs" in report or not path.startswith("graphs."):
+            _need(report, path, kinds)
     _check_parts(report)
     steps: dict[tuple[str, int], dict[str, float]] = {}
-    for row in _rows(report, "verify", ("mode", "size", "ok", "max_rel_err")):
+    for row in _entries(report, "verify", ("mode", "size", "ok", "max_rel_err")):
         steps[row["mode"], row["size"]] = {}
-    for row in _rows(report, "bench", ("mode", "size", *_TIMES)):
+    for row in _entries(report, "bench", ("mode", "size", *_TIMES)):
         steps[row["mode"], row["size"]] = {name: float(row[name]) for name in _TIMES}
     return Facts(
         report=report,
@@ -168,7 +174,14 @@ def facts_of(report: Any) -> Facts:
     )
 
 
-_TIMES = ("step_us", "host_us", "plain_us")
+def _need(report: Mapping[str, Any], path: str, kinds: _Kinds) -> None:
+    value: Any = report
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise ConfigError(f"it is no whole report: {path} is missing.")
+        value = value[name]
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise ConfigError(f"it is no whole report: {path} is {value!r}.")
 
 
 def _check_parts(report: Mapping[str, Any]) -> None:
@@ -188,17 +201,8 @@ def _check_parts(report: Mapping[str, Any]) -> None:
             raise ConfigError(f"it is no whole report: {path} is not as pcgsvc writes it.")
 
 
-def _need(report: Mapping[str, Any], path: str, kind: type | tuple[type, ...]) -> None:
-    value: Any = report
-    for name in path.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise ConfigError(f"it is no whole report: {path} is missing.")
-        value = value[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ConfigError(f"it is no whole report: {path} is {value!r}.")
-
-
-def _rows(report: Mapping[str, Any], name: str, keys: Sequence[str]) -> list[Mapping[str, Any]]:
+def _entries(report: Mapping[str, Any], name: str, keys: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return the entries of a list that may be missing, each with these keys."""
     rows = report.get(name, [])
     whole = isinstance(rows, list) and all(
         isinstance(row, Mapping) and all(_fits(key, row.get(key)) for key in keys) for row in rows

@@ -1,6 +1,6 @@
 """The comparison of jobs as files: `sweep.json` and `sweep.csv`.
 
-In: rows and their costs. Out: plain trees of JSON types, and text. Knows nothing of Hydra or plots.
+In: jobs. Out: a tree of JSON types, and text.
 """
 
 from __future__ import annotations
@@ -10,98 +10,27 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pcgsvc.cache.reports import flatten
-from pcgsvc.report.costs import Cost
-from pcgsvc.report.rows import Facts, Row, Step
+from pcgsvc.report.columns import TIMES, figures_of, flat
+from pcgsvc.report.costs import Job
 from pcgsvc.version import __version__
 
 SCHEMA = 1
 
 
-def tree_of(rows: Sequence[Row], costs: Sequence[Cost | None]) -> dict[str, Any]:
+def tree_of(jobs: Sequence[Job]) -> dict[str, Any]:
     """Return everything of the comparison as JSON types."""
     return {
         "schema": SCHEMA,
         "kind": "comparison",
         "pcgsvc": __version__,
-        "num_jobs": len(rows),
-        "num_done": sum(row.ok for row in rows),
+        "num_jobs": len(jobs),
+        "num_done": sum(job.row.ok for job in jobs),
         "pareto": {
             "minimised": ["memory_bytes", "mean_us.decode"],
-            "jobs": [r.name for r, c in zip(rows, costs, strict=True) if c is not None and c.front],
+            "jobs": [job.row.name for job in jobs if job.front],
         },
-        "jobs": [_job(row, cost) for row, cost in zip(rows, costs, strict=True)],
+        "jobs": [figures_of(job) for job in jobs],
     }
-
-
-def _job(row: Row, cost: Cost | None) -> dict[str, Any]:
-    tree: dict[str, Any] = {
-        "job": row.name,
-        "differs": dict(row.differs),
-        "status": row.status,
-        "reason": row.reason,
-        "overrides": list(row.overrides),
-        "report": row.place,
-        "output": row.output,
-        "wall_s": row.wall_s,
-        "peak_host_bytes": row.peak_host_bytes,
-    }
-    if row.facts is not None:
-        tree |= _facts(row.facts)
-    if cost is not None:
-        tree |= {
-            "mean_us": dict(cost.mean_us),
-            "padding_share": dict(cost.padding),
-            "served_share": dict(cost.served),
-            "counted_up_to": cost.limit,
-            "memory_bytes": cost.memory_bytes,
-            "pareto": cost.front,
-        }
-    return tree
-
-
-def _facts(facts: Facts) -> dict[str, Any]:
-    report = facts.report
-    partition, compiled, dispatch = report["partition"], report["compile"], report.get("dispatch")
-    tree: dict[str, Any] = {
-        "pcgsvc": report["pcgsvc"],
-        "torch": report["torch"],
-        "device": report["device"],
-        "mode": {k: report["mode"][k] for k in ("requested", "resolved", "decode", "mixed")},
-        "partition": {
-            key: partition[key]
-            for key in ("strategy", "num_regions", "num_boundaries", "num_unique_pieces")
-        },
-        "compile": {k: v for k, v in compiled.items() if k != "seconds"},
-        "seconds": dict(compiled["seconds"]),
-    }
-    if facts.graphs is not None:
-        tree["graphs"] = dict(facts.graphs)
-    if facts.verified is not None:
-        errors = [row.get("max_rel_err", 0.0) for row in report["verify"]]
-        tree["verify"] = {
-            "num_ok": facts.verified[0],
-            "num_entries": facts.verified[1],
-            "max_rel_err": max(errors, default=0.0),
-        }
-    if isinstance(dispatch, Mapping) and "padding_share" in dispatch:
-        tree["dispatch"] = {"padding_share": dispatch["padding_share"]}  # of the calls it served
-    tree["steps"] = [_step(step) for step in facts.steps]
-    return tree
-
-
-def _step(step: Step) -> dict[str, Any]:
-    return {
-        "mode": step.mode,
-        "size": step.size,
-        "step_us": step.step_us,
-        "host_us": step.host_us,
-        "plain_us": step.plain_us,
-        "speedup": step.speedup,
-    }
-
-
-# ---- csv -----------------------------------------------------------------------------------------
 
 
 def csv_of(tree: Mapping[str, Any]) -> str:
@@ -109,36 +38,29 @@ def csv_of(tree: Mapping[str, Any]) -> str:
 
     Times stand in columns such as `step_us.piecewise.8`. What a job does not have is empty.
     """
-    lines = [_flat(job) for job in tree["jobs"]]
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    steps = [name for name in names if name.startswith(_TIMES)]
+    lines = [_line(figures) for figures in tree["jobs"]]
+    times = {
+        f"{name}.{step['mode']}.{step['size']}": (TIMES.index(name), step["mode"], step["size"])
+        for figures in tree["jobs"]
+        for step in figures.get("steps", [])
+        for name in TIMES
+    }
+    names = list(dict.fromkeys(name for line in lines for name in line if name not in times))
     out = io.StringIO()
     writer = csv.DictWriter(
-        out,
-        [n for n in names if n not in steps] + sorted(steps, key=_by_size),
-        lineterminator="\n",
+        out, [*names, *sorted(times, key=times.__getitem__)], lineterminator="\n"
     )
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue()
 
 
-_TIMES = ("step_us.", "host_us.", "plain_us.", "speedup.")
-
-
-def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
-    settings = job["differs"]
-    rest = {k: v for k, v in job.items() if k not in ("job", "differs", "steps")}
-    line = {"job": job["job"], **settings, **{k: _cell(v) for k, v in flatten(rest).items()}}
-    for step in job.get("steps", []):
-        for name in _TIMES:
-            line[f"{name}{step['mode']}.{step['size']}"] = _cell(step[name[:-1]])
+def _line(figures: Mapping[str, Any]) -> dict[str, Any]:
+    line = {"job": figures["job"], **figures["differs"]}
+    line |= {name: _cell(value) for name, value in flat(figures).items()}
+    for step in figures.get("steps", []):
+        line |= {f"{name}.{step['mode']}.{step['size']}": _cell(step[name]) for name in TIMES}
     return line
-
-
-def _by_size(name: str) -> tuple[int, str, int]:
-    time, mode, size = name.split(".")
-    return _TIMES.index(f"{time}."), mode, int(size)
 
 
 def _cell(value: Any) -> Any:
