@@ -21,13 +21,12 @@ from report_helpers import even, make_report, make_row
 from rich.console import Console
 
 from pcgsvc.errors import ConfigError
-from pcgsvc.report.comparison import show_and_write
+from pcgsvc.report.comparison import csv_of, show_and_write, tree_of
+from pcgsvc.report.comparison_table import show_jobs
 from pcgsvc.report.costs import Cost, weigh
 from pcgsvc.report.differences import differing_overrides, differing_settings
 from pcgsvc.report.plots import figure_of, png_of
 from pcgsvc.report.rows import Row, facts_of
-from pcgsvc.report.sweep import show_jobs
-from pcgsvc.report.sweep_files import csv_of, tree_of
 
 MODES = ["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 

@@ -5,21 +5,27 @@ In: rows. Out: the table on a console and the files in a folder, each whole or a
 
 from __future__ import annotations
 
+import csv
+import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from pcgsvc.report.costs import weigh
+from pcgsvc.report.comparison_table import show_jobs
+from pcgsvc.report.costs import Job, weigh
+from pcgsvc.report.figures import TIMES, figures_of, flat
 from pcgsvc.report.files import write_json, write_whole
 from pcgsvc.report.plots import has_matplotlib, not_drawn, png_of
 from pcgsvc.report.rows import Row
-from pcgsvc.report.sweep import show_jobs
-from pcgsvc.report.sweep_files import csv_of, tree_of
+from pcgsvc.version import __version__
 
 logger = logging.getLogger(__name__)
+SCHEMA = 1
+"""Of `sweep.json`."""
 
 
 def show_and_write(out: Console, title: str, rows: Sequence[Row], folder: Path) -> None:
@@ -48,3 +54,59 @@ def show_and_write(out: Console, title: str, rows: Sequence[Row], folder: Path) 
         logger.warning("%s", not_drawn(picture.name))
     places = ", ".join(path.name for path in written)
     out.print(f"[bold]written[/]   {escape(places)} in {escape(str(folder))}", soft_wrap=True)
+
+
+def tree_of(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return everything of the comparison as JSON types."""
+    return {
+        "schema": SCHEMA,
+        "kind": "comparison",
+        "pcgsvc": __version__,
+        "num_jobs": len(jobs),
+        "num_done": sum(job.row.ok for job in jobs),
+        "pareto": {
+            "minimised": ["memory_bytes", "mean_us.decode"],
+            "jobs": [job.row.name for job in jobs if job.front],
+        },
+        "jobs": [figures_of(job) for job in jobs],
+    }
+
+
+def csv_of(tree: Mapping[str, Any]) -> str:
+    """Return the comparison as CSV: one line per job, nested names dotted, lists by spaces.
+
+    Times stand in columns such as `step_us.piecewise.8`. What a job does not have is empty.
+    """
+    lines = [_line(figures) for figures in tree["jobs"]]
+    times = {
+        f"{name}.{step['mode']}.{step['size']}": (TIMES.index(name), step["mode"], step["size"])
+        for figures in tree["jobs"]
+        for step in figures.get("steps", [])
+        for name in TIMES
+    }
+    names = list(dict.fromkeys(name for line in lines for name in line if name not in times))
+    out = io.StringIO()
+    writer = csv.DictWriter(
+        out, [*names, *sorted(times, key=times.__getitem__)], lineterminator="\n"
+    )
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def _line(figures: Mapping[str, Any]) -> dict[str, Any]:
+    line = {"job": figures["job"], **figures["differs"]}
+    line |= {name: _cell(value) for name, value in flat(figures).items()}
+    for step in figures.get("steps", []):
+        line |= {f"{name}.{step['mode']}.{step['size']}": _cell(step[name]) for name in TIMES}
+    return line
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, list):
+        return " ".join(
+            f"{v['size']}:{v['reason']}" if isinstance(v, Mapping) else str(v) for v in value
+        )
+    if isinstance(value, Mapping):  # an empty one
+        return ""
+    return "" if value is None else value

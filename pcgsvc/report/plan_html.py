@@ -9,8 +9,8 @@ from typing import Any
 
 from jinja2 import Environment
 
-from pcgsvc.report.plan_svg import cells, colour_of, split_words, title_words
-from pcgsvc.report.plan_text import bytes_words, graphs_words, module_words, support_words
+from pcgsvc.report import words
+from pcgsvc.report.plan_svg import cells, colour_of
 
 _PAGE = """\
 <!doctype html>
@@ -150,29 +150,27 @@ def plan_html(report: dict[str, Any]) -> str:
     return environment.from_string(_PAGE).render(
         report=report,
         plan=plan,
-        title=title_words(report),
-        split=split_words(report["partition"]),
+        title=words.model(report["config"]["model"]),
+        split=words.split(report["partition"]),
         chain=_chain(plan, kinds),
         kinds=kinds,
-        supports={row["op"]: support_words(row).partition(": ")[2] for row in plan["support"]},
-        graphs=graphs_words(plan["graphs"]),
-        modules=module_words(plan["compile_modules"]),
+        supports={row["op"]: words.support(row).partition(": ")[2] for row in plan["support"]},
+        graphs=words.graphs(plan["graphs"]),
+        modules=words.modules(plan["compile_modules"]),
         largest=max([1, *(item["bytes"] for item in plan["memory"]["items"])]),
-        notes=[*plan["notes"], *plan["memory"]["notes"]],
-        bytes=bytes_words,
+        notes=words.notes(plan),
+        bytes=words.memory,
     )
 
 
 def _drawn(kinds: list[dict[str, Any]], at: int) -> dict[str, Any]:
     """Return a kind of piece with how its box looks."""
     kind, colour = kinds[at], colour_of(kinds, at)
-    region = kind["kind"] == "region"
+    property_ = "background" if kind["kind"] == "region" else "color"
     return {
         **kind,
-        "style": f"border-color: {colour}; {'background' if region else 'color'}: {colour}",
-        "label": f"{kind['num_ops']} ops"
-        if region
-        else ", ".join(o["op"] for o in kind["splitting"]),
+        "style": f"border-color: {colour}; {property_}: {colour}",
+        "label": ", ".join(words.content(kind)),
     }
 
 

@@ -13,8 +13,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from pcgsvc.report.columns import RECORDED
 from pcgsvc.report.costs import Job
+from pcgsvc.report.figures import RECORDED
 from pcgsvc.report.plot_panels import (
     GREY,
     PlotJob,

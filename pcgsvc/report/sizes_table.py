@@ -1,19 +1,20 @@
 """What a person reads of `job=sizes`, and of a replayed traffic.
 
-In: a `SizePlan`, or the report's `traffic`. Out: text on a console. Knows nothing of how they came
-about.
+In: a `SizePlan`, or the report's `traffic`. Out: text on a console.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pcgsvc.report.tables import show_fact
+from pcgsvc.report import words
+from pcgsvc.report.columns import Column, mib, table_of, written
+from pcgsvc.report.tables import show_fact, show_place
 from pcgsvc.sizing.choice import Point, SizePlan
 
 _ALL_UP_TO = 8
@@ -39,55 +40,60 @@ def show_sizes(out: Console, plan: SizePlan) -> None:
         show_fact(out, "note", "graphs and MiB: sizing.cost=report.json, of a run, tells them")
     for note in plan.notes:
         show_fact(out, "note", escape(note))
-    best = plan.chosen
-    show_fact(out, "best", f"[bold]{_named(best)}[/] ({plan.why}): {_sizes(best)}")
+    best = words.count(plan.chosen.count, "size")
+    show_fact(out, "best", f"[bold]{best}[/] ({plan.why}): {_sizes(plan.chosen)}")
     for name, point in plan.others.items():
         show_fact(out, "", f"{escape(name)}: {_against(plan, point)}")
-    override = plan.override.replace("=", "='", 1) + "'"
-    out.print(f"[bold]{'override':<9}[/] {escape(override)}", soft_wrap=True)
+    show_place(out, plan.override.replace("=", "='", 1) + "'", "override")
 
 
 def _sizes(point: Point) -> str:
     return f"padding {point.padding_share:.1%}, {point.step_us:.1f} us a call"
 
 
-def _named(point: Point) -> str:
-    return f"{point.count} size{'s' * (point.count > 1)}"
-
-
 def _against(plan: SizePlan, point: Point) -> str:
-    """Say how other sizes compare with the best ones of equal number."""
+    """Return how other sizes compare with the best ones of equal number."""
     equal = plan.points[min(point.count, len(plan.points)) - 1]
-    return f"{_named(point)}, {_sizes(point)}; the best {equal.count}: {_sizes(equal)}"
+    number = words.count(point.count, "size")
+    return f"{number}, {_sizes(point)}; the best {equal.count}: {_sizes(equal)}"
+
+
+def _or_dash(text: Callable[..., str]) -> Callable[..., str]:
+    return lambda value: text(value) or "-"
+
+
+_CURVE = (
+    Column("K", ("count",), str),
+    Column("padding", ("padding_share",), "{:.1%}".format),
+    Column("us a call", ("step_us",), "{:.1f}".format),
+    Column("to no padding", ("ratio",), "{:.3f}".format),
+    Column("graphs", ("num_graphs",), _or_dash(written("{}"))),
+    Column("MiB", ("memory_bytes",), _or_dash(mib)),
+    Column("", ("best",), str, left=True),
+)
 
 
 def _curve(plan: SizePlan) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("K", "padding", "us a call", "to no padding", "graphs", "MiB", ""):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table = table_of(_CURVE, padding=(0, 2, 0, 0))
     last = len(plan.points)
     for point in plan.points:
-        count = point.count
-        if count > _ALL_UP_TO and count % _ALL_UP_TO and count != last and point != plan.chosen:
+        count, best = point.count, point == plan.chosen
+        if count > _ALL_UP_TO and count % _ALL_UP_TO and count != last and not best:
             continue
-        memory = point.memory_bytes
-        table.add_row(
-            str(count),
-            f"{point.padding_share:.1%}",
-            f"{point.step_us:.1f}",
-            f"{point.step_us / plan.no_padding_us:.3f}",
-            "-" if point.num_graphs is None else str(point.num_graphs),
-            "-" if memory is None else f"{memory / 2**20:.1f}",
-            "best" if point == plan.chosen else "",
-            style="bold" if point == plan.chosen else None,
-        )
+        row = {
+            **vars(point),
+            "count": count,
+            "ratio": point.step_us / plan.no_padding_us,
+            "best": "best" if best else "",
+        }
+        table.add_row(*(column.cell(row) for column in _CURVE), style="bold" if best else None)
     return table
 
 
 def show_traffic(out: Console, traffic: dict[str, Any]) -> None:
     """Print what a replayed traffic used."""
-    calls, of = traffic["num_calls"], traffic["calls_in_file"]
-    sampled = f" of {of}, taken evenly" if calls < of else ""
+    calls, total = traffic["num_calls"], traffic["calls_in_file"]
+    sampled = f" of {total}, taken evenly" if calls < total else ""
     show_fact(
         out,
         "traffic",
@@ -96,13 +102,13 @@ def show_traffic(out: Console, traffic: dict[str, Any]) -> None:
     )
     hits = traffic["hits"]
     for mode, sizes in _by_mode(hits).items():
-        words = ", ".join(f"{hits[f'{mode}:{size}']} at {size}" for size in sizes)
-        show_fact(out, "hits", f"{mode}: {words}")
+        counts = ", ".join(f"{hits[f'{mode}:{size}']} at {size}" for size in sizes)
+        show_fact(out, "hits", f"{mode}: {counts}")
     for reason, count in _by_reason(traffic["fallbacks"]).items():
         show_fact(out, "[yellow]no graph[/]", f"{count} calls: {escape(reason)}")
     for row in traffic["refused"]:
-        words = f"{row['count']} calls of {row['num_tokens']} rows: {row['reason']}"
-        show_fact(out, "[red]refused[/]", escape(words))
+        refused = f"{row['count']} calls of {row['num_tokens']} rows"
+        show_fact(out, "[red]refused[/]", f"{refused}: {escape(row['reason'])}")
     for mode, sizes in _by_mode(traffic["never_used"]).items():
         show_fact(out, "[yellow]unused[/]", f"{mode}: {' '.join(map(str, sizes))}")
 

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pcgsvc.report.columns import COLUMNS, MODE, RECORDED, TIMED, Column, shown_figures
+from pcgsvc.report.columns import Column, Figures, shown
 from pcgsvc.report.costs import KINDS, Job
+from pcgsvc.report.figures import COLUMNS, RECORDED, shown_figures
 from pcgsvc.report.rows import Row
 
 _GAP = 2
@@ -24,11 +25,12 @@ _FOLDED = 32
 def show_jobs(out: Console, title: str, jobs: Sequence[Job]) -> None:
     """Print one row per job, then what went wrong in those that failed."""
     size = _common_size(jobs)
-    columns = _columns(jobs)
-    table = _table(jobs, columns, size)
+    figures = [shown_figures(job, size) for job in jobs]
+    columns = shown(COLUMNS, [row for job, row in zip(jobs, figures, strict=True) if job.cost])
+    table = _table(jobs, columns, figures)
     while columns and _least_width(table) > out.width:
-        columns.remove(min(columns, key=lambda c: c.weight))
-        table = _table(jobs, columns, size)
+        columns.remove(min(columns, key=lambda column: column.weight))
+        table = _table(jobs, columns, figures)
     out.print()
     out.print(title, style="bold")
     out.print(table)
@@ -43,30 +45,14 @@ def show_jobs(out: Console, title: str, jobs: Sequence[Job]) -> None:
 
 def _common_size(jobs: Sequence[Job]) -> int | None:
     """Return the largest size that every job with any entry has captured."""
-    found = [
-        {step.size for kind in KINDS for step in cost.ladder.steps(kind)}
-        for _, cost in jobs
-        if cost
-    ]
+    ladders = [cost.ladder for _, cost in jobs if cost is not None]
+    found = [{step.size for kind in KINDS for step in ladder.steps(kind)} for ladder in ladders]
     sizes = [one for one in found if one]
     return max(set.intersection(*sizes), default=None) if sizes else None
 
 
-def _columns(jobs: Sequence[Job]) -> list[Column]:
-    """Return the columns that tell something of these jobs."""
-    facts = [cost.facts for _, cost in jobs if cost is not None]
-    modes = [f.report["mode"] for f in facts]
-    if not facts:
-        return []
-    return [
-        *([MODE] if any(mode["resolved"] != mode["requested"] for mode in modes) else []),
-        *COLUMNS,
-        *(TIMED if any(step.step_us is not None for f in facts for step in f.steps) else []),
-    ]
-
-
-def _table(jobs: Sequence[Job], columns: Sequence[Column], size: int | None) -> Table:
-    lines = [_line(job, columns, size) for job in jobs]
+def _table(jobs: Sequence[Job], columns: Sequence[Column], figures: Sequence[Figures]) -> Table:
+    lines = [_line(job, columns, row) for job, row in zip(jobs, figures, strict=True)]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for at, header in enumerate(("job", "differs in", *(c.header for c in columns), "result")):
         cells = [line[at] for line in lines]
@@ -86,12 +72,11 @@ def _table(jobs: Sequence[Job], columns: Sequence[Column], size: int | None) -> 
     return table
 
 
-def _line(job: Job, columns: Sequence[Column], size: int | None) -> list[str]:
+def _line(job: Job, columns: Sequence[Column], figures: Figures) -> list[str]:
     row, cost = job
-    words = " ".join(f"{key}={value}" for key, value in row.differs.items()) or "-"
-    figures = shown_figures(job, size)
+    differs = " ".join(f"{key}={value}" for key, value in row.differs.items()) or "-"
     cells = ["" if cost is None else column.cell(figures) for column in columns]
-    return [f"{row.name}*" if job.front else row.name, words, *cells, _result(row)]
+    return [f"{row.name}*" if job.front else row.name, differs, *cells, _result(row)]
 
 
 def _least_width(table: Table) -> int:
