@@ -128,12 +128,12 @@ def _legend(figure: Any, shown: Sequence[PlotJob], jobs: Sequence[Job]) -> None:
     notes = []
     if len(handles) < len(shown):
         notes.append(f"grey: {len(shown) - len(handles)} more jobs")
-    missing = [row.name for row, _ in jobs if row.name not in {job.name for job in shown}]
+    missing = [row.name for row, _ in jobs if row.name not in {job.row.name for job in shown}]
     if missing:
         notes.append(f"not drawn, failed or without graphs: {list_of(missing)}")
-    if any(job.facts.recorded for job in shown):
+    if any(job.cost.facts.recorded for job in shown):
         notes.append(RECORDED)
-    if len({job.facts.subject for job in shown}) > 1:
+    if len({job.cost.facts.subject for job in shown}) > 1:
         notes.append("models or devices differ: compare times within one of them only")
     if handles:
         figure.legend(handles=handles, loc="upper center", ncol=2, frameon=False, fontsize=11)

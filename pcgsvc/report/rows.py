@@ -116,35 +116,22 @@ class Row:
 
 _TIMES = ("step_us", "host_us", "plain_us")
 _Kinds = type | tuple[type, ...]
-_PLACES: dict[str, _Kinds] = {
-    "pcgsvc": str,
-    "torch": str,
-    "device": str,
-    "config": dict,
-    "mode.requested": str,
-    "mode.resolved": str,
-    "mode.decode": str,
-    "mode.mixed": str,
-    "partition.strategy": str,
-    "partition.num_regions": int,
-    "partition.num_boundaries": int,
-    "partition.num_unique_pieces": int,
-    "compile.compiler": str,
-    "compile.start": str,
-    "compile.num_traces": int,
-    "compile.num_compiled": int,
-    "compile.num_loaded": int,
-    "compile.seconds": dict,
-    "compile.seconds.total": (int, float),
-    "graphs.backend": str,
-    "graphs.num_graphs": int,
-    "graphs.by_mode": dict,
-    "graphs.sizes": list,
-    "graphs.skipped": list,
-    "graphs.pool_bytes": int,
-    "graphs.device_bytes": int,
+_PLACES: dict[_Kinds, tuple[str, ...]] = {
+    str: (
+        *("pcgsvc", "torch", "device"),
+        *("mode.requested", "mode.resolved", "mode.decode", "mode.mixed"),
+        *("partition.strategy", "compile.compiler", "compile.start", "graphs.backend"),
+    ),
+    int: (
+        *("partition.num_regions", "partition.num_boundaries", "partition.num_unique_pieces"),
+        *("compile.num_traces", "compile.num_compiled", "compile.num_loaded"),
+        *("graphs.num_graphs", "graphs.pool_bytes", "graphs.device_bytes"),
+    ),
+    dict: ("config", "compile.seconds", "graphs.by_mode"),
+    list: ("graphs.sizes", "graphs.skipped"),
+    (int, float): ("compile.seconds.total",),
 }
-"""What is read of a report, and its type; `graphs` may be missing as a whole."""
+"""What is read of a report, by type; `graphs` may be missing as a whole."""
 
 
 def facts_of(report: Any) -> Facts:
@@ -159,9 +146,10 @@ def facts_of(report: Any) -> Facts:
         raise ConfigError(
             f"its schema is {report.get('schema')!r}, and this version of pcgsvc reads schema 1."
         )
-    for path, kinds in _PLACES.items():
-        if "graphs" in report or not path.startswith("graphs."):
-            _need(report, path, kinds)
+    for kinds, paths in _PLACES.items():
+        for path in paths:
+            if "graphs" in report or not path.startswith("graphs."):
+                _need(report, path, kinds)
     _check_parts(report)
     steps: dict[tuple[str, int], dict[str, float]] = {}
     for row in _entries(report, "verify", ("mode", "size", "ok", "max_rel_err")):
