@@ -52,20 +52,11 @@ def figures_of(job: Job) -> dict[str, Any]:
 
 def _reported(facts: Facts) -> dict[str, Any]:
     """Return what the job's report says."""
-    report = facts.report
-    partition, compiled, dispatch = report["partition"], report["compile"], report.get("dispatch")
-    figures: dict[str, Any] = {
-        "pcgsvc": report["pcgsvc"],
-        "torch": report["torch"],
-        "device": report["device"],
-        "mode": {k: report["mode"][k] for k in ("requested", "resolved", "decode", "mixed")},
-        "partition": {
-            key: partition[key]
-            for key in ("strategy", "num_regions", "num_boundaries", "num_unique_pieces")
-        },
-        "compile": {k: v for k, v in compiled.items() if k != "seconds"},
-        "seconds": dict(compiled["seconds"]),
-    }
+    report, dispatch = facts.report, facts.report.get("dispatch")
+    figures: dict[str, Any] = {name: report[name] for name in ("pcgsvc", "torch", "device")}
+    figures |= {group: {k: report[group][k] for k in names} for group, names in _PARTS.items()}
+    figures["compile"] = {k: v for k, v in report["compile"].items() if k != "seconds"}
+    figures["seconds"] = dict(report["compile"]["seconds"])
     if facts.graphs is not None:
         figures["graphs"] = dict(facts.graphs)
     if facts.verified is not None:
@@ -77,10 +68,15 @@ def _reported(facts: Facts) -> dict[str, Any]:
         }
     if isinstance(dispatch, Mapping) and "padding_share" in dispatch:
         figures["dispatch"] = {"padding_share": dispatch["padding_share"]}  # of the calls it served
-    figures["steps"] = [
-        {"mode": step.mode, "size": step.size, **_times(step)} for step in facts.steps
-    ]
+    figures["steps"] = [{"mode": s.mode, "size": s.size, **_times(s)} for s in facts.steps]
     return figures
+
+
+_PARTS = {
+    "mode": ("requested", "resolved", "decode", "mixed"),
+    "partition": ("strategy", "num_regions", "num_boundaries", "num_unique_pieces"),
+}
+"""What is taken of these parts of a report."""
 
 
 def _times(step: Step) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ In: matplotlib's axes, and jobs with their colours. Out: what is drawn on them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from pcgsvc.report.rows import Row
 GREY = "#9a9a9a"
 """Of jobs that have no colour of their own."""
 
+_GRAPHS, _MEMORY = "graphs.num_graphs", "memory_bytes"
+_START, _MEAN = "seconds.total", "mean_us.decode"
 _MIB = "MiB that the graphs hold"
 _DASHES = ("-", (0, (4, 3)), (0, (1.5, 2.5)))
 _WIDE = 8.0
@@ -29,6 +31,8 @@ class PlotJob:
     row: Row
     cost: Cost
     """Of a report with `graphs`."""
+    figures: Mapping[str, Any]
+    """By dotted names, see `figures.flat`."""
     colour: Any
     marker: str
 
@@ -37,16 +41,10 @@ class PlotJob:
         """How its marks look."""
         return {"color": self.colour, "marker": self.marker, "markersize": 7, "linestyle": "none"}
 
-    @property
-    def num_graphs(self) -> int:
-        """How many graphs it captured."""
-        assert self.cost.facts.graphs is not None
-        return int(self.cost.facts.graphs["num_graphs"])
-
-    @property
-    def memory_mib(self) -> float:
-        """What they hold."""
-        return (self.cost.facts.memory_bytes or 0) / 2**20
+    def value(self, name: str) -> float:
+        """Return a figure as it is drawn: bytes in MiB."""
+        number = float(self.figures[name])
+        return number / 2**20 if name.endswith("_bytes") else number
 
 
 def list_of(names: Iterable[str]) -> str:
@@ -135,18 +133,17 @@ def _tokens(axes: Any, jobs: Sequence[PlotJob]) -> None:
 def draw_memory(axes: Any, jobs: Sequence[PlotJob]) -> None:
     """Draw what the graphs hold."""
     axes.set(title="Memory by number of graphs", ylabel=_MIB)
-    _scatter(axes, jobs, lambda job: job.num_graphs, lambda job: job.memory_mib)
+    _scatter(axes, jobs, _GRAPHS, _MEMORY)
     _graphs(axes)
 
 
 def draw_start(axes: Any, jobs: Sequence[PlotJob]) -> None:
     """Draw what a start takes, and the part of it that more graphs make longer."""
     axes.set(title="Start-up time by number of graphs", ylabel="seconds until the runner is ready")
-    _scatter(axes, jobs, lambda j: j.num_graphs, lambda j: j.cost.facts.start_s, hollow=_is_cold)
+    _scatter(axes, jobs, _GRAPHS, _START, hollow=_is_cold)
     for job in jobs:
-        seconds = job.cost.facts.report["compile"]["seconds"]
-        capture = seconds.get("warmup", 0.0) + seconds.get("capture", 0.0)
-        axes.plot(job.num_graphs, capture, marker="_", markersize=13, color=job.colour)
+        capture = sum(job.figures.get(f"seconds.{phase}", 0.0) for phase in ("warmup", "capture"))
+        axes.plot(job.value(_GRAPHS), capture, marker="_", markersize=13, color=job.colour)
     _graphs(axes)
     shapes = [("warm start", "o", "black"), ("of it, warm-up and capture", "_", "black")]
     if any(map(_is_cold, jobs)):
@@ -165,7 +162,7 @@ def _graphs(axes: Any) -> None:
 
 
 def _is_cold(job: PlotJob) -> bool:
-    return bool(job.cost.facts.report["compile"]["start"] == "cold")
+    return bool(job.figures["compile.start"] == "cold")
 
 
 # ---- against each other --------------------------------------------------------------------------
@@ -186,12 +183,12 @@ def draw_front(axes: Any, jobs: Sequence[PlotJob]) -> None:
     fronts: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for job in known:
         if job.cost.front:
-            fronts[job.cost.facts.subject].append((job.memory_mib, _mean(job)))
+            fronts[job.cost.facts.subject].append((job.value(_MEMORY), job.value(_MEAN)))
     for points in fronts.values():
         stair = {"drawstyle": "steps-post", "linewidth": 1, "zorder": 1}
         axes.plot(*zip(*sorted(points), strict=True), ":", color="black", **stair)
-    _scatter(axes, known, lambda j: j.memory_mib, _mean, hollow=lambda j: not j.cost.front)
-    times = [_mean(job) for job in known]
+    _scatter(axes, known, _MEMORY, _MEAN, hollow=lambda job: not job.cost.front)
+    times = [job.value(_MEAN) for job in known]
     if max(times) > _WIDE * min(times):
         _values(axes, times)
     axes.plot([], [], "ko", label="on the front")
@@ -200,26 +197,23 @@ def draw_front(axes: Any, jobs: Sequence[PlotJob]) -> None:
     axes.legend(loc="best", frameon=False)
 
 
-def _mean(job: PlotJob) -> float:
-    return job.cost.mean_us["decode"] or 0.0
-
-
 # ---- shared --------------------------------------------------------------------------------------
 
 
 def _scatter(
     axes: Any,
     jobs: Sequence[PlotJob],
-    x: Callable[[PlotJob], float],
-    y: Callable[[PlotJob], float],
+    x: str,
+    y: str,
     hollow: Callable[[PlotJob], bool] = lambda job: False,
 ) -> None:
-    """Mark each job, with its number beside it; jobs on one spot share the label."""
+    """Mark each job at two of its figures, with its number; jobs on one spot share the label."""
     spots: dict[tuple[float, float], list[PlotJob]] = defaultdict(list)
     for job in jobs:
         face = {"markerfacecolor": "white"} if hollow(job) else {}
-        axes.plot(x(job), y(job), **job.style | face)
-        spots[x(job), y(job)].append(job)
+        spot = job.value(x), job.value(y)
+        axes.plot(*spot, **job.style | face)
+        spots[spot].append(job)
     place = {"xytext": (7, 5), "textcoords": "offset points", "fontsize": 10}
     for spot, members in spots.items():
         names = list_of(job.row.name for job in members)

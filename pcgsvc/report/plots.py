@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pcgsvc.report.costs import Job
-from pcgsvc.report.figures import RECORDED
+from pcgsvc.report.figures import RECORDED, figures_of, flat
 from pcgsvc.report.plot_panels import (
     GREY,
     PlotJob,
@@ -98,8 +98,9 @@ def _plot_jobs(jobs: Sequence[Job]) -> list[PlotJob]:
     }
     found = []
     for at, (row, cost) in enumerate(shown):
+        figures = flat(figures_of(Job(row, cost)))
         colour, marker = looks.get(at, (GREY, "."))
-        found.append(PlotJob(row=row, cost=cost, colour=colour, marker=marker))
+        found.append(PlotJob(row=row, cost=cost, figures=figures, colour=colour, marker=marker))
     return found
 
 

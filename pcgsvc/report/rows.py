@@ -59,11 +59,6 @@ class Facts:
         return None if graphs is None else max(graphs["pool_bytes"], graphs["device_bytes"])
 
     @property
-    def start_s(self) -> float:
-        """Seconds from the start of the build until the runner was ready."""
-        return float(self.report["compile"]["seconds"]["total"])
-
-    @property
     def verified(self) -> tuple[int, int] | None:
         """How many entries were found right, of how many; None: none was compared."""
         rows = self.report.get("verify")

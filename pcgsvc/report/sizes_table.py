@@ -5,6 +5,7 @@ In: a `SizePlan`, or the report's `traffic`. Out: text on a console.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,20 +25,16 @@ _ALL_UP_TO = 8
 def show_sizes(out: Console, plan: SizePlan) -> None:
     """Print the curve, what it is compared with, and the recommendation."""
     traffic, service = plan.traffic, plan.service
-    uniform = sum(traffic.uniform.values())
-    show_fact(
-        out,
-        "traffic",
-        f"{escape(traffic.source)}: {traffic.num_calls} calls ({uniform} uniform), "
-        f"{traffic.num_rows} rows, {plan.num_distinct} sizes to choose from",
-    )
+    calls = f"{traffic.num_calls} calls ({sum(traffic.uniform.values())} uniform)"
+    extent = f"{traffic.num_rows} rows, {plan.num_distinct} sizes to choose from"
+    show_fact(out, "traffic", f"{escape(traffic.source)}: {calls}, {extent}")
     show_fact(out, "mode", f"uniform decode {service.decode.value}, all else {service.mixed.value}")
     show_fact(out, "cost", escape(plan.cost.words))
     out.print()
     out.print(_curve(plan))
     out.print()
     if plan.points[0].memory_bytes is None:
-        show_fact(out, "note", "graphs and MiB: sizing.cost=report.json, of a run, tells them")
+        show_fact(out, "note", "graphs and MiB need sizing.cost=report.json, the report of a run")
     for note in plan.notes:
         show_fact(out, "note", escape(note))
     best = words.count(plan.chosen.count, "size")
@@ -75,18 +72,12 @@ _CURVE = (
 
 def _curve(plan: SizePlan) -> Table:
     table = table_of(_CURVE, padding=(0, 2, 0, 0))
-    last = len(plan.points)
     for point in plan.points:
         count, best = point.count, point == plan.chosen
-        if count > _ALL_UP_TO and count % _ALL_UP_TO and count != last and not best:
-            continue
-        row = {
-            **vars(point),
-            "count": count,
-            "ratio": point.step_us / plan.no_padding_us,
-            "best": "best" if best else "",
-        }
-        table.add_row(*(column.cell(row) for column in _CURVE), style="bold" if best else None)
+        if best or count <= _ALL_UP_TO or count % _ALL_UP_TO == 0 or point == plan.points[-1]:
+            ratio = point.step_us / plan.no_padding_us
+            row = {**vars(point), "count": count, "ratio": ratio, "best": "best" if best else ""}
+            table.add_row(*(column.cell(row) for column in _CURVE), style="bold" if best else None)
     return table
 
 
@@ -94,17 +85,17 @@ def show_traffic(out: Console, traffic: dict[str, Any]) -> None:
     """Print what a replayed traffic used."""
     calls, total = traffic["num_calls"], traffic["calls_in_file"]
     sampled = f" of {total}, taken evenly" if calls < total else ""
-    show_fact(
-        out,
-        "traffic",
-        f"{escape(traffic['file'])}: {calls} calls{sampled}; padding {traffic['padding_share']:.1%}"
-        f" (expected {traffic['expected_padding_share']:.1%})",
-    )
+    found, expected = traffic["padding_share"], traffic["expected_padding_share"]
+    padding = f"padding {found:.1%} (expected {expected:.1%})"
+    show_fact(out, "traffic", f"{escape(traffic['file'])}: {calls} calls{sampled}; {padding}")
     hits = traffic["hits"]
     for mode, sizes in _by_mode(hits).items():
         counts = ", ".join(f"{hits[f'{mode}:{size}']} at {size}" for size in sizes)
         show_fact(out, "hits", f"{mode}: {counts}")
-    for reason, count in _by_reason(traffic["fallbacks"]).items():
+    fallbacks: Counter[str] = Counter()
+    for row in traffic["fallbacks"]:
+        fallbacks[row["reason"]] += row["count"]
+    for reason, count in fallbacks.items():
         show_fact(out, "[yellow]no graph[/]", f"{count} calls: {escape(reason)}")
     for row in traffic["refused"]:
         refused = f"{row['count']} calls of {row['num_tokens']} rows"
@@ -119,10 +110,3 @@ def _by_mode(entries: Iterable[str]) -> dict[str, list[int]]:
     for mode, _, size in sorted(name.partition(":") for name in entries):
         found.setdefault(mode, []).append(int(size))
     return {mode: sorted(sizes) for mode, sizes in found.items()}
-
-
-def _by_reason(fallbacks: list[dict[str, Any]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for row in fallbacks:
-        found[row["reason"]] = found.get(row["reason"], 0) + row["count"]
-    return found

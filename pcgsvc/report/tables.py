@@ -1,6 +1,6 @@
 """What a person reads after a job: a summary of the report.
 
-In: the report's dicts. Out: text on a console. Knows nothing of how the figures came about.
+In: the report's dicts. Out: text on a console.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LABEL = 9
 _ENTRY_WIDTH = 78
 """Columns of the entry table with all its timings; a narrower terminal gets the first ones."""
 _NO_CACHE = ("encoder", "minilm", "two_regions")
-"""Families that read no attention backend."""
+"""Families that use no attention backend."""
 _MANY = 1000
 """Columns of a console that is no terminal: nothing is cut or wrapped in a file."""
 
@@ -61,7 +61,7 @@ def show_text(out: Console, prompt: str, text: str) -> None:
 
 
 def show_place(out: Console, path: Path | str, what: str = "report") -> None:
-    """Print where a file is; never wrapped, so that it can be copied."""
+    """Print where a file is, on one line whatever the width, so that it can be copied."""
     out.print(f"[bold]{what:<{_LABEL}}[/] {escape(str(path))}", soft_wrap=True)
 
 
@@ -174,9 +174,8 @@ def _graphs(out: Console, graphs: dict[str, Any]) -> None:
         memory = f"{mib(graphs['pool_bytes'])} MiB pool"
         if graphs["device_bytes"]:
             memory += f", {mib(graphs['device_bytes'])} MiB of the device"
-        sizes = " ".join(map(str, graphs["sizes"]))
         show_fact(out, "graphs", f"{graphs['num_graphs']} {kind}: {by_mode}; {memory}")
-        show_fact(out, "sizes", sizes)
+        show_fact(out, "sizes", " ".join(map(str, graphs["sizes"])))
     for skip in graphs["skipped"]:
         show_fact(out, "[yellow]skipped[/]", f"size {skip['size']}: {escape(skip['reason'])}")
 
@@ -196,16 +195,11 @@ def _verdict(out: Console, report: dict[str, Any]) -> None:
     wrong = sum(not row["ok"] for row in rows)
     worst = max(row["max_rel_err"] for row in rows)
     worst_true = max(row["max_rel_err_true"] for row in rows)
-    what = (
-        f"[red]{wrong} of {len(rows)} entries differ from plain execution[/]"
-        if wrong
-        else f"[green]all {len(rows)} entries equal plain execution[/]"
-    )
-    show_fact(
-        out,
-        "verify",
-        f"{what}; largest error {worst:.1g} on padded inputs, {worst_true:.1g} on true rows alone",
-    )
+    what = f"[green]all {len(rows)} entries equal plain execution[/]"
+    if wrong:
+        what = f"[red]{wrong} of {len(rows)} entries differ from plain execution[/]"
+    errors = f"{worst:.1g} on padded inputs, {worst_true:.1g} on true rows alone"
+    show_fact(out, "verify", f"{what}; largest error {errors}")
 
 
 # ---- entries -------------------------------------------------------------------------------------
