@@ -77,18 +77,13 @@ def csv_of(tree: Mapping[str, Any]) -> str:
 
     Times stand in columns such as `step_us.piecewise.8`. What a job does not have is empty.
     """
-    lines = [_line(figures) for figures in tree["jobs"]]
-    times = {
-        f"{name}.{step['mode']}.{step['size']}": (TIMES.index(name), step["mode"], step["size"])
-        for figures in tree["jobs"]
-        for step in figures.get("steps", [])
-        for name in TIMES
-    }
-    names = list(dict.fromkeys(name for line in lines for name in line if name not in times))
+    jobs = tree["jobs"]
+    entries = sorted({(s["mode"], s["size"]) for job in jobs for s in job.get("steps", [])})
+    times = [_time(name, *entry) for name in TIMES for entry in entries]
+    lines = [_line(job) for job in jobs]
+    names = dict.fromkeys(name for line in lines for name in line if name not in times)
     out = io.StringIO()
-    writer = csv.DictWriter(
-        out, [*names, *sorted(times, key=times.__getitem__)], lineterminator="\n"
-    )
+    writer = csv.DictWriter(out, [*names, *times], lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue()
@@ -98,8 +93,12 @@ def _line(figures: Mapping[str, Any]) -> dict[str, Any]:
     line = {"job": figures["job"], **figures["differs"]}
     line |= {name: _cell(value) for name, value in flat(figures).items()}
     for step in figures.get("steps", []):
-        line |= {f"{name}.{step['mode']}.{step['size']}": _cell(step[name]) for name in TIMES}
+        line |= {_time(name, step["mode"], step["size"]): _cell(step[name]) for name in TIMES}
     return line
+
+
+def _time(name: str, mode: str, size: int) -> str:
+    return f"{name}.{mode}.{size}"
 
 
 def _cell(value: Any) -> Any:
