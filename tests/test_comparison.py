@@ -453,24 +453,24 @@ REFUSED = {
     ),
     "with half an entry": (
         make_report() | {"bench": [{"mode": "full", "size": 1, "step_us": "fast"}]},
-        "every entry of bench has mode, size, step_us, host_us, plain_us",
+        "bench[0].step_us is 'fast'",
     ),
     "of a size below 1": (
         make_report() | {"verify": [{"mode": "full", "size": 0, "ok": True, "max_rel_err": 0}]},
-        "every entry of verify has mode, size, ok, max_rel_err",
+        "verify[0].size is 0",
     ),
     "with a size skipped for no reason": (
         make_report() | {"graphs": {**make_report()["graphs"], "skipped": [8]}},
-        "graphs.skipped is not as pcgsvc writes it",
+        "graphs.skipped[0] is 8",
     ),
     "of a word for a time": (
         make_report()
         | {"compile": {**make_report()["compile"], "seconds": {"total": 1, "x": "y"}}},
-        "compile.seconds is not as pcgsvc writes it",
+        "compile.seconds.x is 'y'",
     ),
     "of settings of another form": (
         make_report(settings={"capture": {"uniform_query_len": "two"}}),
-        "config.capture is not as pcgsvc writes it",
+        "config.capture.uniform_query_len is 'two'",
     ),
     "a sweep.json": (tree_of(weigh([make_row()])), "is missing"),
 }

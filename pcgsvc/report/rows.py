@@ -6,7 +6,7 @@ In: a report as JSON types. Out: `Facts`, or a `ConfigError` that says what is w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,26 +109,6 @@ class Row:
         return self.status == "done"
 
 
-_TIMES = ("step_us", "host_us", "plain_us")
-_Kinds = type | tuple[type, ...]
-_PLACES: dict[_Kinds, tuple[str, ...]] = {
-    str: (
-        *("pcgsvc", "torch", "device"),
-        *("mode.requested", "mode.resolved", "mode.decode", "mode.mixed"),
-        *("partition.strategy", "compile.compiler", "compile.start", "graphs.backend"),
-    ),
-    int: (
-        *("partition.num_regions", "partition.num_boundaries", "partition.num_unique_pieces"),
-        *("compile.num_traces", "compile.num_compiled", "compile.num_loaded"),
-        *("graphs.num_graphs", "graphs.pool_bytes", "graphs.device_bytes"),
-    ),
-    dict: ("config", "compile.seconds", "graphs.by_mode"),
-    list: ("graphs.sizes", "graphs.skipped"),
-    (int, float): ("compile.seconds.total",),
-}
-"""What is read of a report, by type; `graphs` may be missing as a whole."""
-
-
 def facts_of(report: Any) -> Facts:
     """Read a report.
 
@@ -141,15 +121,11 @@ def facts_of(report: Any) -> Facts:
         raise ConfigError(
             f"its schema is {report.get('schema')!r}, and this version of pcgsvc reads schema 1."
         )
-    for kinds, paths in _PLACES.items():
-        for path in paths:
-            if "graphs" in report or not path.startswith("graphs."):
-                _need(report, path, kinds)
-    _check_parts(report)
+    _check(report, _REPORT, "")
     steps: dict[tuple[str, int], dict[str, float]] = {}
-    for row in _entries(report, "verify", ("mode", "size", "ok", "max_rel_err")):
+    for row in report.get("verify", []):
         steps[row["mode"], row["size"]] = {}
-    for row in _entries(report, "bench", ("mode", "size", *_TIMES)):
+    for row in report.get("bench", []):
         steps[row["mode"], row["size"]] = {name: float(row[name]) for name in _TIMES}
     return Facts(
         report=report,
@@ -157,53 +133,70 @@ def facts_of(report: Any) -> Facts:
     )
 
 
-def _need(report: Mapping[str, Any], path: str, kinds: _Kinds) -> None:
-    value: Any = report
-    for name in path.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise ConfigError(f"it is no whole report: {path} is missing.")
-        value = value[name]
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        raise ConfigError(f"it is no whole report: {path} is {value!r}.")
+# ---- what is read of a report --------------------------------------------------------------------
 
 
-def _check_parts(report: Mapping[str, Any]) -> None:
-    """Refuse parts whose insides are not what is read of them."""
-    capture = report["config"].get("capture", {})
-    query_len = capture.get("uniform_query_len", 1) if isinstance(capture, Mapping) else None
-    skipped = report.get("graphs", {}).get("skipped", [])
-    whole = {
-        "config.capture": type(query_len) is int and query_len >= 1,
-        "compile.seconds": all(map(_is_number, report["compile"]["seconds"].values())),
-        "graphs.skipped": all(
-            isinstance(s, Mapping) and {"size", "reason"} <= {*s} for s in skipped
-        ),
-    }
-    for path, fits in whole.items():
-        if not fits:
-            raise ConfigError(f"it is no whole report: {path} is not as pcgsvc writes it.")
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _entries(report: Mapping[str, Any], name: str, keys: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return the entries of a list that may be missing, each with these keys."""
-    rows = report.get(name, [])
-    whole = isinstance(rows, list) and all(
-        isinstance(row, Mapping) and all(_fits(key, row.get(key)) for key in keys) for row in rows
-    )
-    if not whole:
-        raise ConfigError(
-            f"it is no whole report: every entry of {name} has {', '.join(keys)}, and not all of "
-            "these do."
-        )
-    return list(rows)
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
-def _fits(key: str, value: Any) -> bool:
-    if key == "size":
-        return type(value) is int and value >= 1
-    kinds = {"mode": str, "ok": bool}
-    return isinstance(value, kinds[key]) if key in kinds else _is_number(value)
+def _whole(value: Any) -> bool:
+    return type(value) is int
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+_TIMES = ("step_us", "host_us", "plain_us")
+_ENTRY = {"mode": _text, "size": _count}
+_REPORT: dict[str, Any] = {
+    **dict.fromkeys(("pcgsvc", "torch", "device"), _text),
+    "config": {"capture?": {"uniform_query_len?": _count}},
+    "mode": dict.fromkeys(("requested", "resolved", "decode", "mixed"), _text),
+    "partition": {
+        "strategy": _text,
+        **dict.fromkeys(("num_regions", "num_boundaries", "num_unique_pieces"), _whole),
+    },
+    "compile": {
+        **dict.fromkeys(("compiler", "start"), _text),
+        **dict.fromkeys(("num_traces", "num_compiled", "num_loaded"), _whole),
+        "seconds": {"total": _number, "*": _number},
+    },
+    "graphs?": {
+        "backend": _text,
+        **dict.fromkeys(("num_graphs", "pool_bytes", "device_bytes"), _whole),
+        **{"by_mode": {}, "sizes": [], "skipped": [{"size": _whole, "reason": _text}]},
+    },
+    "verify?": [{**_ENTRY, "ok": _flag, "max_rel_err": _number}],
+    "bench?": [{**_ENTRY, **dict.fromkeys(_TIMES, _number)}],
+}
+"""The form of what is read: a test of a value, a list of such things, or names with the form of
+each. A name with `?` may be missing; `*` stands for every name."""
+
+
+def _check(value: Any, form: Any, place: str) -> None:
+    """Refuse a part of a report that does not have its form; `place` is its dotted name."""
+    kind = type(form) if isinstance(form, (dict, list)) else None
+    if not (form(value) if kind is None else isinstance(value, kind)):
+        raise ConfigError(f"it is no whole report: {place} is {value!r}.")
+    if isinstance(form, list):
+        for at, item in enumerate(value):
+            for part in form:
+                _check(item, part, f"{place}[{at}]")
+    elif isinstance(form, dict):
+        for name, part in form.items():
+            for key in value if name == "*" else [name.removesuffix("?")]:
+                inner = f"{place}.{key}".lstrip(".")
+                if key in value:
+                    _check(value[key], part, inner)
+                elif not name.endswith("?"):
+                    raise ConfigError(f"it is no whole report: {inner} is missing.")
