@@ -496,7 +496,7 @@ def test_what_is_no_whole_report_is_refused_by_name_and_nothing_is_written(
         (["job=compare"], "compare.reports: got [], paths of reports are needed"),
         (["job=compare", "compare.reports=[no.json]"], "compare.reports: 'no.json' does not exist"),
         (["job=compare", "compare.reports=[.]"], "there is no report.json in '.'"),
-        (["job=compare", "compare.reports=[../r.json,../r.json]"], "stands there twice"),
+        (["job=compare", "compare.reports=[../r.json,../r.json]"], "is listed twice"),
         (["job=compare", "compare.reports=[../r.json]", "report=x.json"], "writes none"),
         (["job=run", "compare.reports=[../r.json]"], "set, but job=run does not read it"),
     ],

@@ -26,7 +26,7 @@ def show_jobs(out: Console, title: str, jobs: Sequence[Job]) -> None:
     """Print one row per job, then what went wrong in those that failed."""
     size = _common_size(jobs)
     figures = [shown_figures(job, size) for job in jobs]
-    columns = shown(COLUMNS, [row for job, row in zip(jobs, figures, strict=True) if job.cost])
+    columns = shown(COLUMNS, [row for row in figures if row])
     table = _table(jobs, columns, figures)
     while columns and _least_width(table) > out.width:
         columns.remove(min(columns, key=lambda column: column.weight))
@@ -73,9 +73,9 @@ def _table(jobs: Sequence[Job], columns: Sequence[Column], figures: Sequence[Fig
 
 
 def _line(job: Job, columns: Sequence[Column], figures: Figures) -> list[str]:
-    row, cost = job
+    row = job.row
     differs = " ".join(f"{key}={value}" for key, value in row.differs.items()) or "-"
-    cells = ["" if cost is None else column.cell(figures) for column in columns]
+    cells = [column.cell(figures) if figures else "" for column in columns]
     return [f"{row.name}*" if job.front else row.name, differs, *cells, _result(row)]
 
 

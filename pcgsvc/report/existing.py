@@ -36,7 +36,7 @@ def read_reports(paths: Sequence[str]) -> list[Row]:
     for word in paths:
         for path in _files(word):
             if any(path.samefile(other) for other in found):
-                raise ConfigError(f"{SETTING}: '{path}' stands there twice; name it once.")
+                raise ConfigError(f"{SETTING}: '{path}' is listed twice; name it once.")
             found.append(path)
     facts = [_read(path) for path in found]
     differs = differing_settings([one.report for one in facts])

@@ -92,16 +92,17 @@ def shown_figures(job: Job, size: int | None) -> dict[str, Any]:
     """Return a job's figures for the table: `flat` ones, and the times of an entry per kind.
 
     Args:
-        job: with a report or without.
+        job: one without a report has none.
         size: of the entries in rows; None: the job's largest.
     """
+    if job.cost is None:
+        return {}
     figures = flat(figures_of(job))
-    if job.cost is not None:
-        for kind in KINDS:
-            steps = job.cost.ladder.steps(kind)
-            for step in [step for step in steps if step.size == size] if size else steps[-1:]:
-                figures |= {f"{name}.{kind}": time for name, time in _times(step).items()}
-        figures["timed"] = any(step.step_us is not None for step in job.cost.facts.steps)
+    for kind in KINDS:
+        steps = job.cost.ladder.steps(kind)
+        for step in [step for step in steps if step.size == size] if size else steps[-1:]:
+            figures |= {f"{name}.{kind}": time for name, time in _times(step).items()}
+    figures["timed"] = any(step.step_us is not None for step in job.cost.facts.steps)
     return figures
 
 
