@@ -27,7 +27,7 @@ from pcgsvc.models.request import request_of
 from pcgsvc.ops.expert_group import rank_of_process, uses_group
 from pcgsvc.pipeline import build_from_config, compile_only
 from pcgsvc.report.comparison import show_and_write
-from pcgsvc.report.existing import read_reports, rows_of
+from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plan_files import draw_plan, picture_problem
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import write_report
@@ -70,7 +70,7 @@ def _cache(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 
 def _compare(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     """Compare existing reports; the files go where a report would."""
-    rows = rows_of(read_reports(config.compare.reports))
+    rows = read_reports(config.compare.reports)
     title = f"comparison of {len(rows)} report{'s' if len(rows) > 1 else ''}"
     show_and_write(out, title, rows, report_path.parent)
     return {}

@@ -169,9 +169,9 @@ def _with_attention(
     for name in sorted(names - {ATTENTION}):
         estimate.note(f"what {name} {missing}")
     backend = context.attention
-    if ATTENTION not in names or not isinstance(backend, AttentionBackend):
+    if not isinstance(backend, AttentionBackend) or isinstance(backend, CacheOnly):
         return events
-    if isinstance(backend, CacheOnly):
+    if ATTENTION not in names:
         return events
     try:
         own = attention_events(backend, context, like)
