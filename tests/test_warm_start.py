@@ -24,7 +24,7 @@ import pytest
 import torch
 from core_helpers import attended, make_config, rows, toy
 from hydra.core.singleton import Singleton
-from store_helpers import all_files, sql, stored_files
+from store_helpers import all_files, entry_files, stored_files
 from torch import nn
 from torch.utils import _pytree as pytree
 from warm_helpers import Starter
@@ -401,10 +401,9 @@ def test_a_damaged_piece_is_a_named_miss_put_aside_and_compiled_again(
     start: Starter, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not start(toy(2)).warm
-    pieces = sql(start.root, "SELECT key FROM Cache WHERE key LIKE 'piece%'")
+    pieces = entry_files(start.root, kind="piece")
     assert len(pieces) == 3
-    name = str(pieces[0][0])
-    damage_entry(start.root, name)
+    damage_entry(pieces[0])
     caplog.clear()
     again = start(toy(2))
     assert again.right
@@ -415,15 +414,11 @@ def test_a_damaged_piece_is_a_named_miss_put_aside_and_compiled_again(
     assert start(toy(2)).warm
 
 
-def damage_entry(root: Path, name: str) -> None:
-    """Flip a byte in the middle of an entry's envelope, wherever it lies."""
-    ((value, filename),) = sql(root, "SELECT value, filename FROM Cache WHERE key = ?", name)
-    data = bytearray(value if filename is None else (root / "store/db" / filename).read_bytes())
+def damage_entry(path: Path) -> None:
+    """Flip a byte in the middle of an entry's envelope."""
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    if filename is None:
-        sql(root, "UPDATE Cache SET value = ? WHERE key = ?", bytes(data), name)
-    else:
-        (root / "store/db" / filename).write_bytes(data)
+    path.write_bytes(data)
 
 
 def test_a_variant_whose_piece_was_lost_does_not_keep_another_from_being_stored(
@@ -438,8 +433,8 @@ def test_a_variant_whose_piece_was_lost_does_not_keep_another_from_being_stored(
             return attended(x * self.by)
 
     assert not start(Scaled(2.0)).warm
-    ((lost,),) = sql(start.root, "SELECT key FROM Cache WHERE key LIKE 'piece%'")
-    sql(start.root, "DELETE FROM Cache WHERE key = ?", str(lost))
+    (lost,) = entry_files(start.root, kind="piece")
+    lost.unlink()
     assert not start(Scaled(3.0)).warm
     assert start(Scaled(3.0)).warm
     assert not start(Scaled(2.0)).warm
@@ -789,12 +784,12 @@ def test_off_with_inductor_leaves_no_file_anywhere(tmp_path: Path, root: Path) -
 def test_flipped_bytes_of_inductor_entries_are_never_loaded(
     inductor_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = [str(k) for (k,) in sql(inductor_root, "SELECT key FROM Cache")]
-    assert len(keys) == 4  # program, toolchain, two pieces
     copied = tmp_path / "copy"
     shutil.copytree(inductor_root, copied)
-    for key in keys:
-        damage_entry(copied, key)
+    paths = entry_files(copied)
+    assert len(paths) == 4  # program, toolchain, two pieces
+    for path in paths:
+        damage_entry(path)
     torch.set_num_threads(1)
     with pcgsvc.load_runner([*INDUCTOR, f"cache.dir={copied}"]) as runner:
         assert runner.report["compile"]["num_compiled"] == 2

@@ -12,7 +12,7 @@ from pcgsvc.cache.envelope import Entry, Kind
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What was found under a key."""
+    """The result of a look-up."""
 
     value: bytes | None
     miss: str | None = None
@@ -52,7 +52,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What `Store.get_or_build` came to."""
+    """The result of `Store.get_or_build`."""
 
     value: bytes
     facts: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Made:
     miss: str | None
     """Why it was built; None: it was loaded."""
     stored: bool
-    """Whether it lies in the store now."""
+    """Whether it is in the store now."""
 
     @property
     def built(self) -> bool:

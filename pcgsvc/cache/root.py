@@ -25,10 +25,13 @@ from pcgsvc.errors import CacheError
 
 ENVIRONMENT_NAME = "PCGSVC_CACHE_DIR"
 DATA_NAME = "store"
+ENTRIES_NAME, INDEX_NAME = "entries", "index"
+_CHECKED = ("", "entries", "entries/program", "entries/piece", "index", "index/cache.db")
+"""Below the data folder; the file of an entry is checked when it is opened."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ELSEWHERE = f"set cache.dir or {ENVIRONMENT_NAME} to a folder of your own on a local disk"
 
-# SQLite's locks do not hold between the hosts that share these.
+# Locks may not hold between the hosts that share these.
 _NETWORK = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|smb2|ncpfs|afs|coda|ceph|lustre|glusterfs|gpfs|beegfs|orangefs|pvfs2"
     r"|gfs2|ocfs2|wekafs|fuse\.(sshfs|glusterfs|ceph|cephfs|ceph-fuse|s3fs|gcsfuse|goofys|rclone"
@@ -48,8 +51,6 @@ class DataFolder:
     writable: bool
     reason: str = ""
     """Why it is not writable."""
-    immutable: bool = False
-    """Whether locks cannot be taken, so that it is read as if nobody ever wrote to it."""
 
 
 # ---- which root ----------------------------------------------------------------------------------
@@ -126,20 +127,21 @@ def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:
     network = network_file_system(data)
     reason = "" if write else "cache.mode=read"
     if network:
-        reason = f"{data} is on a network file system ({network}), where SQLite is unsafe"
+        reason = (
+            f"{data} is on a network file system ({network}), where locks do not hold between hosts"
+        )
     if not reason:
         reason = _make(root, data, source)
     try:
-        for path in (data, data / "db", data / "db" / "cache.db"):
-            check_safe(path)
+        for name in _CHECKED:
+            check_safe(data / name)
         if source == "temporary directory":
             check_safe(root)  # anybody may make folders beside it
     except OSError as error:
         reason = f"{data} cannot be looked at: {error.strerror}"
-    immutable = bool(network) or not _access(data, os.W_OK | os.X_OK)
-    if not reason and immutable:
+    if not reason and not _access(data, os.W_OK | os.X_OK):
         reason = f"{data} is not writable"
-    return DataFolder(root, data, source, not reason, reason, immutable)
+    return DataFolder(root, data, source, not reason, reason)
 
 
 def check_root(root: Path, source: str) -> None:
@@ -178,17 +180,24 @@ def check_safe(path: Path) -> None:
         status = path.stat()
     except FileNotFoundError:
         return
+    if is_ours_alone(status):
+        return
     if status.st_uid not in (0, os.geteuid()):
         raise CacheError(
             f"cache: {path} belongs to uid {status.st_uid}, not to you (uid {os.geteuid()}) or "
             f"root; loading it would run code of theirs. Remove it, or {_ELSEWHERE}."
         )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CacheError(
-            f"cache: {path} has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it, "
-            f"and loading it runs code. If only you did so far: chmod -R go-w {path}. "
-            f"Or {_ELSEWHERE}."
-        )
+    raise CacheError(
+        f"cache: {path} has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it, "
+        f"and loading it runs code. If only you did so far: chmod -R go-w {path}. "
+        f"Or {_ELSEWHERE}."
+    )
+
+
+def is_ours_alone(status: os.stat_result) -> bool:
+    """Return whether only this user and root can have written to a file or folder."""
+    owned = status.st_uid in (0, os.geteuid())
+    return owned and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _check_link(path: Path, source: str) -> None:
