@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from pcgsvc.cache.programs import Artifacts, Tally
+from pcgsvc.cache.pieces import PieceCounts
+from pcgsvc.cache.programs import Artifacts
 from pcgsvc.cache.store import Store
 from pcgsvc.capture.capture import CaptureOptions, GraphTable, capture_entries
 from pcgsvc.capture.cuda import CudaEngine
@@ -24,7 +25,7 @@ from pcgsvc.capture.plan import BatchDescriptor, no_uniform_size, resolve_bounda
 from pcgsvc.capture.recorded import RecordedEngine
 from pcgsvc.check.verify import refusal, verify
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheMode, Config, Graphs
+from pcgsvc.config import Config, Graphs
 from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.events import Progress, Silent, log_event, phase, phase_events
 from pcgsvc.forward.arguments import DynamicDims, MakeInputs
@@ -64,7 +65,7 @@ class Built:
     """Capture sizes, ascending."""
     start: str
     """`cold` (traced here) or `warm` (loaded)."""
-    tally: Tally
+    tally: PieceCounts
     cache: dict[str, Any]
     """The report's words on the disk cache."""
     seconds: dict[str, float]
@@ -292,8 +293,6 @@ def tell(built: Built) -> None:
 
 
 def _open_store(config: Config) -> Store:
-    if config.cache.mode is CacheMode.OFF:
-        return Store(None)
     return Store.open(config.cache.dir, mode=config.cache.mode, max_bytes=config.cache.max_bytes)
 
 

@@ -17,7 +17,7 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.cache.programs import Artifacts, NoProgramError, file_digest, require_warm
 from pcgsvc.cache.store import Store
-from pcgsvc.config import CacheMode, Compiler, Strategy
+from pcgsvc.config import Compiler, Strategy
 from pcgsvc.errors import CacheError
 from pcgsvc.events import Progress, log_event, phase
 from pcgsvc.forward.objects import tensors_held, tensors_of
@@ -241,7 +241,7 @@ class Stages:
     def _uncacheable(self, problems: list[str]) -> None:
         words = "the program cannot be stored: " + "; ".join(problems)
         self.misses.append(words)
-        if self._config.cache.mode is not CacheMode.OFF:
+        if self._store.enabled:
             self.warnings.append(words)
 
 

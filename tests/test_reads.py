@@ -26,6 +26,7 @@ from torch.nn import functional
 from warm_helpers import Sources, Start, Starter, source_folder
 
 import pcgsvc
+from pcgsvc.cache import pieces
 from pcgsvc.cache import programs as artifacts
 from pcgsvc.ops import registry
 from pcgsvc.ops.support import Support
@@ -777,6 +778,7 @@ def test_an_op_that_is_declared_otherwise_shares_neither_program_nor_piece(
 
     monkeypatch.setattr(image, "op_identity", declared_otherwise)
     monkeypatch.setattr(artifacts, "op_identity", declared_otherwise)
+    monkeypatch.setattr(pieces, "op_identity", declared_otherwise)
     second = start(module.Net())
     assert not second.warm
     assert "operator pcgtest_own::z is declared differently" in second.reasons

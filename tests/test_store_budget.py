@@ -143,6 +143,20 @@ def test_what_was_got_is_in_use_even_if_its_file_was_copied_meanwhile(root: Path
         assert programs(root) == {"a", "b"}
 
 
+def test_a_program_in_use_stays_though_another_process_has_replaced_it(root: Path) -> None:
+    put_programs(root, "a")
+    with open_store(root) as user:
+        assert user.get_program(key("a")).hit
+        put_programs(root, "a")
+        put_programs(root, "b", max_bytes=1)
+        assert programs(root) == {"a", "b"}
+        assert user.check().strays == []
+    put_programs(root, "b", max_bytes=1)
+    assert programs(root) == {"b"}
+    with open_store(root) as store:
+        assert store.check().strays == []
+
+
 def test_what_was_cleared_and_stored_again_is_in_use_again_once_it_is_got(root: Path) -> None:
     put_programs(root, "a")
     with open_store(root) as user, open_store(root) as other:

@@ -8,8 +8,9 @@ its place, synced, read back and renamed, so that every process sees the old ent
 none. Reading one needs nothing else, and works in the same way on read-only media.
 
 A process that uses an entry, or is writing one, holds a shared flock on the file itself; what can
-be locked exclusively is free to be dropped, and a killed process holds nothing. The last use of an
-entry is the modification time of its file.
+be locked exclusively is free to be dropped, and a killed process holds nothing. Beside an entry,
+under another name, is what is being written, and what was replaced while it was in use. The last
+use of an entry is the modification time of its file.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Entries:
             MissError: `AbsentError`, `UnavailableError` or `DamagedError`.
         """
         with self._mutex:
-            used = self.is_used(kind, key)
+            used = (kind, key) in self._in_use  # if replaced since, the new file is
             while True:
                 held = self._open(kind, key)
                 try:
@@ -125,9 +126,12 @@ class Entries:
             fd = os.open(self.path(kind, key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
-        with open(fd, "rb") as file, contextlib.suppress(OSError):
-            return file.read(NUM_PREFIX_BYTES)
-        return None
+        try:
+            return os.pread(fd, NUM_PREFIX_BYTES, 0)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
 
     def scan(self, kind: Kind | None = None) -> list[Record]:
         """Return all entries, or all of a kind, by key."""
@@ -143,7 +147,7 @@ class Entries:
         return sorted(records, key=lambda record: record.key)
 
     def strays(self, *, delete: bool) -> list[Path]:
-        """Return the files that are no entry and that no process is writing.
+        """Return the files that are no entry, and that no process writes or uses.
 
         Args:
             delete: delete them.
@@ -153,15 +157,8 @@ class Entries:
         for path in files:
             if _PLACE.fullmatch(path.relative_to(self._folder).as_posix()):
                 continue
-            with contextlib.suppress(OSError):  # a link, say: no process writes to it
-                held = acquire(path, create=False)
-                if held is None:
-                    continue
-                held.release()
-            strays.append(path)
-            if delete:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            if _drop_if_free(path, drop=delete):
+                strays.append(path)
         return strays
 
     def path(self, kind: Kind, key: str) -> Path:
@@ -196,8 +193,12 @@ class Entries:
 
         Release it with `unlink=True` to drop the entry.
         """
+        path = self.path(kind, key)
         with contextlib.suppress(OSError):
-            return acquire(self.path(kind, key), create=False)
+            claim = acquire(path, create=False)
+            if claim is None or all(map(_drop_if_free, path.parent.glob(f".{key}.*"))):
+                return claim
+            claim.release()
         return None
 
     def close(self) -> None:
@@ -266,6 +267,8 @@ class Entries:
         with self._mutex:
             self.release(kind, key)
             self._in_use[kind, key] = held
+        for path in held.path.parent.glob(f".{key}.*"):
+            _drop_if_free(path)
 
     def delete(self, kind: Kind, key: str) -> None:
         """Drop an entry, in use or not; a missing one is fine.
@@ -311,6 +314,8 @@ class Entries:
             if path.is_dir():
                 with contextlib.suppress(MissError):
                     self.read(kind, key)  # puts it aside: nothing can be renamed onto a folder
+            with contextlib.suppress(OSError):  # there is none yet, say
+                os.link(path, path.with_name(f".{key}.{secrets.token_hex(8)}"))
             temporary.rename(path)
         except BaseException:
             held.release(unlink=True)
@@ -329,6 +334,19 @@ class Entries:
             else:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def _drop_if_free(path: Path, *, drop: bool = True) -> bool:
+    """Delete a file unless a process holds its lock; return whether none does."""
+    with contextlib.suppress(OSError):  # of a link, say: no process has it open
+        held = acquire(path, create=False)
+        if held is None:
+            return not os.path.lexists(path)
+        held.release()
+    if drop:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return True
 
 
 def _items(folder: Path | str) -> list[os.DirEntry[str]]:

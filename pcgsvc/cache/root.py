@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pcgsvc.config import CacheConfig, CacheMode
 from pcgsvc.errors import CacheError
 
 ENVIRONMENT_NAME = "PCGSVC_CACHE_DIR"
@@ -109,6 +110,18 @@ def _usable(root: Path) -> bool:
 
 
 # ---- is it safe ----------------------------------------------------------------------------------
+
+
+def check_place(cache: CacheConfig, *, needed: bool) -> None:
+    """Check the root of a config before any work, without making it.
+
+    Raises:
+        CacheError: it is not safe (see `check_root`), or the cache is off and `needed`.
+    """
+    if cache.mode is not CacheMode.OFF:
+        check_root(*find_root(cache.dir))
+    elif needed:
+        raise CacheError("cache.mode: got 'off' with job=cache; there is no cache to look at.")
 
 
 def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:

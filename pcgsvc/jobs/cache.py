@@ -19,7 +19,7 @@ from pcgsvc.cache.programs import Artifacts, NoProgramError, explain
 from pcgsvc.cache.reports import ABSENT
 from pcgsvc.cache.store import Store
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheAction, CacheMode, Config
+from pcgsvc.config import CacheAction, Config
 from pcgsvc.errors import CacheError, ConfigError
 from pcgsvc.forward.request import Request
 from pcgsvc.models.request import request_of
@@ -34,7 +34,7 @@ def cache_job(config: Config, out: Console) -> None:
     """Do `config.cache.action` and print what it found.
 
     Raises:
-        ConfigError: the cache is off, or a bundle's path is missing.
+        ConfigError: a bundle's path is missing.
         CacheError: the store is damaged (`check`), cannot be written, or a bundle is refused.
     """
     actions: dict[CacheAction, Callable[[Config, Store, Console], None]] = {
@@ -46,8 +46,6 @@ def cache_job(config: Config, out: Console) -> None:
         CacheAction.IMPORT: _import,
     }
     cache = config.cache
-    if cache.mode is CacheMode.OFF:
-        raise ConfigError("cache.mode: got 'off' with job=cache; there is no cache to look at.")
     with Store.open(cache.dir, mode=cache.mode, max_bytes=cache.max_bytes) as store:
         actions[cache.action](config, store, out)
 

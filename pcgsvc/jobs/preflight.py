@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pcgsvc.cache.root import check_root, find_root
-from pcgsvc.config import CacheAction, CacheMode, Config, Job, resolve, validate
+from pcgsvc.cache.root import check_place
+from pcgsvc.config import CacheAction, Config, Job, resolve, validate
 from pcgsvc.config.compose import Command
 from pcgsvc.config.devices import device_of, dtype_of, is_here
 from pcgsvc.errors import CacheError, ConfigError, near
@@ -157,10 +157,9 @@ def _check_paths(config: Config) -> None:
         _check_folder("report", path.absolute().parent)
     if config.debug.dump_dir is not None:
         _check_folder("debug.dump_dir", Path(config.debug.dump_dir).absolute())
-    if config.cache.mode is not CacheMode.OFF and config.job in _WITH_CACHE:
-        root, source = find_root(config.cache.dir)
+    if config.job in _WITH_CACHE:
         try:
-            check_root(root, source)
+            check_place(config.cache, needed=config.job is Job.CACHE)
         except CacheError as error:
             raise ConfigError(str(error)) from error
     if config.job is Job.CACHE:
@@ -169,8 +168,6 @@ def _check_paths(config: Config) -> None:
 
 def _check_cache_job(config: Config) -> None:
     cache = config.cache
-    if cache.mode is CacheMode.OFF:
-        raise ConfigError("cache.mode: got 'off' with job=cache; there is no cache to look at.")
     if cache.action not in (CacheAction.EXPORT, CacheAction.IMPORT):
         return
     if not cache.file:

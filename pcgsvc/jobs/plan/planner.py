@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.cache.programs import Tally
+from pcgsvc.cache.pieces import PieceCounts
 from pcgsvc.capture.plan import resolve_boundaries, support_of, wanted_entries
 from pcgsvc.config import Compiler, Config, Graphs, Mode, Strategy
 from pcgsvc.config.devices import dtype_of
@@ -226,7 +226,7 @@ def _built(
         attention=attention,
         sizes=sizes,
         start="cold",
-        tally=Tally(),
+        tally=PieceCounts(),
         cache=cache,
         finish=lambda: None,
         seconds=seconds,
