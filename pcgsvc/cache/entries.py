@@ -186,17 +186,19 @@ class Entries:
         with self._mutex:
             held = self._in_use.pop((kind, key), None)
             if held is not None:
+                replaced = not held.is_current()
                 held.release()
+                if replaced and self.writable:
+                    self._drop_replaced(kind, key)
 
     def claim(self, kind: Kind, key: str) -> Held | None:
         """Return the right to drop an entry, or None if any process uses it, this one included.
 
         Release it with `unlink=True` to drop the entry.
         """
-        path = self.path(kind, key)
         with contextlib.suppress(OSError):
-            claim = acquire(path, create=False)
-            if claim is None or all(map(_drop_if_free, path.parent.glob(f".{key}.*"))):
+            claim = acquire(self.path(kind, key), create=False)
+            if claim is None or self._drop_replaced(kind, key):
                 return claim
             claim.release()
         return None
@@ -204,9 +206,12 @@ class Entries:
     def close(self) -> None:
         """Stop using all entries; twice is fine."""
         with self._mutex:
-            for held in self._in_use.values():
-                held.release()
-            self._in_use.clear()
+            for name in list(self._in_use):
+                self.release(*name)
+
+    def _drop_replaced(self, kind: Kind, key: str) -> bool:
+        """Delete the former files of an entry; False if a process still uses one, or writes it."""
+        return all([_drop_if_free(path) for path in self.path(kind, key).parent.glob(f".{key}.*")])
 
     def _open(self, kind: Kind, key: str) -> Held:
         """Return an entry's file, opened and in use from now on."""
@@ -267,8 +272,7 @@ class Entries:
         with self._mutex:
             self.release(kind, key)
             self._in_use[kind, key] = held
-        for path in held.path.parent.glob(f".{key}.*"):
-            _drop_if_free(path)
+        self._drop_replaced(kind, key)
 
     def delete(self, kind: Kind, key: str) -> None:
         """Drop an entry, in use or not; a missing one is fine.
