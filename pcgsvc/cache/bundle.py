@@ -106,14 +106,8 @@ def export_bundle(
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     info = _info(path, digest, members)
-    logger.info(
-        "cache: exported %d programs, %d pieces, %d bytes to %s, sha256 %s",
-        info.num_programs,
-        info.num_pieces,
-        info.num_bytes,
-        path,
-        digest,
-    )
+    counts = f"{info.num_programs} programs, {info.num_pieces} pieces, {info.num_bytes} bytes"
+    logger.info("cache: exported %s to %s, sha256 %s", counts, path, digest)
     return info
 
 
@@ -132,9 +126,8 @@ def _members(store: Store, keys: Iterable[str] | None) -> list[_Member]:
             }
         except MissError as miss:
             if keys is not None:
-                raise CacheError(
-                    f"cache export: program {key[:12]} is not whole: {miss}."
-                ) from miss
+                words = f"cache export: program {key[:12]} is not whole: {miss}."
+                raise CacheError(words) from miss
             logger.warning("cache: program %s is left out of the bundle: %s", key[:12], miss)
             continue
         pieces |= new
@@ -310,7 +303,7 @@ def _fill(store: Store, file: BinaryIO, path: Path, members: Mapping[str, _Membe
                 if name == MANIFEST or name not in members:
                     continue
                 entry = _checked(members[name], raw, path)  # the file may have changed since
-                if _is_there(store, entry):
+                if store.has(entry.kind, entry.key):
                     continue
                 written.append(entry)
                 if not store.put(entry, in_use=False):
@@ -321,14 +314,6 @@ def _fill(store: Store, file: BinaryIO, path: Path, members: Mapping[str, _Membe
                 store.drop(entry.kind, entry.key)
         raise
     return len(written)
-
-
-def _is_there(store: Store, entry: Entry) -> bool:
-    try:
-        store.read(entry.kind, entry.key)
-    except MissError:
-        return False
-    return True
 
 
 def _info(path: Path, digest: str, members: list[_Member]) -> BundleInfo:

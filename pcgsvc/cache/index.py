@@ -38,15 +38,7 @@ _WAIT_S = 1.0
 """How long the index is waited for: reading the entries instead costs little more."""
 _MODE_RAW = 1
 _MODES = {2: "file", 3: "text", 4: "pickle"}
-_NOT_DAMAGE = {
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_AUTH,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_IOERR,
-}
+_NOT_DAMAGE = ("SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_IOERR")
 
 
 class Index:
@@ -71,22 +63,18 @@ class Index:
         keys = [record.key for record in self._entries.scan(Kind.PROGRAM)]
         with self._mutex:
             seals = {key: self._entries.seal(Kind.PROGRAM, key) for key in keys}
-            rows: dict[str, Entry] = {}
-            if any(not self._agrees(key, seal) for key, seal in seals.items()):
-                rows = self._use(_rows) or {}
-                self._headers |= {k: h for k, h in rows.items() if h.payload == seals.get(k)}
+            rows = (self._use(_rows) if self._unknown(seals) else None) or {}
+            self._keep(rows, seals)
             new = {}
-            for key, seal in seals.items():
+            for key in self._unknown(seals):
                 with contextlib.suppress(MissError):  # logged as it is put aside
-                    if not self._agrees(key, seal):
-                        header = self._entries.read(Kind.PROGRAM, key)
-                        if seal:
-                            new[key] = replace(header, payload=seal)
+                    header = self._entries.read(Kind.PROGRAM, key)
+                    if seal := seals[key]:
+                        new[key] = replace(header, payload=seal)
             if new:
                 gone = rows.keys() - seals.keys()
                 self._use(lambda cache: _update(cache, new, gone), make=True)
-            known = (self._headers | new).items()
-            self._headers = {k: h for k, h in known if h.payload == seals.get(k)}
+            self._keep(new, seals)
             return dict(self._headers)
 
     def fault(self) -> str | None:
@@ -94,7 +82,7 @@ class Index:
         try:
             self._use(_rows, heal=False)
         except Exception as error:  # noqa: BLE001 - damage makes diskcache raise anything
-            return _cause(error) if _is_damage(error) else None
+            return str(error) if _is_damage(error) else None
         return None
 
     def clear(self) -> None:
@@ -107,8 +95,14 @@ class Index:
     def _database(self) -> Path:
         return self._folder / "cache.db"
 
-    def _agrees(self, key: str, seal: bytes | None) -> bool:
-        return key in self._headers and self._headers[key].payload == seal
+    def _unknown(self, seals: Mapping[str, bytes | None]) -> list[str]:
+        known = {key: header.payload for key, header in self._headers.items()}
+        return [key for key, seal in seals.items() if key not in known or known[key] != seal]
+
+    def _keep(self, headers: Mapping[str, Entry], seals: Mapping[str, bytes | None]) -> None:
+        """Add headers to the known ones, and forget those that do not agree with their files."""
+        known = [*self._headers.items(), *headers.items()]
+        self._headers = {key: h for key, h in known if h.payload == seals.get(key)}
 
     def _use(
         self, operation: Callable[[Any], T], *, make: bool = False, heal: bool = True
@@ -123,10 +117,9 @@ class Index:
         """
         if not self._entries.writable or not (make or self._database.exists()):
             return None
-        try:
+        held = None
+        with contextlib.suppress(OSError):
             held = acquire(self._folder.with_name("index.lock"), timeout_s=_WAIT_S)
-        except OSError:
-            return None
         if held is None:
             return None
         with held:
@@ -138,7 +131,7 @@ class Index:
                     raise
                 level = logging.WARNING if _is_damage(error) else logging.DEBUG
                 words = "cache: index damaged (%s): thrown away, and made anew from the entries"
-                logger.log(level, words, _cause(error))
+                logger.log(level, words, error)
                 self._delete()
                 return None
 
@@ -169,17 +162,12 @@ def _update(cache: Any, new: Mapping[str, Entry], gone: Set[str]) -> None:
             cache.delete(key)
 
 
-def _is_damage(error: BaseException) -> bool:
-    code = getattr(error, "sqlite_errorcode", None)
-    if code is None or code == sqlite3.SQLITE_IOERR_SHORT_READ:
-        return not isinstance(error, (OSError, MemoryError))
-    return code & 0xFF not in _NOT_DAMAGE  # the low byte is the primary code
-
-
-def _cause(error: BaseException) -> str:
-    text = str(error) or type(error).__name__
-    named = isinstance(error, (sqlite3.Error, DamagedError))
-    return text if named else f"{type(error).__name__}: {text}"
+def _is_damage(error: Exception) -> bool:
+    """Whether it says something of the database, rather than of the disk or the memory."""
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(_NOT_DAMAGE):
+        return bool(name == "SQLITE_IOERR_SHORT_READ")
+    return not isinstance(error, (OSError, MemoryError))
 
 
 # ---- diskcache -----------------------------------------------------------------------------------

@@ -55,14 +55,7 @@ class PieceCounts:
 
 
 class Pieces:
-    """The pieces of one build.
-
-    Args:
-        config: resolved.
-        device: what is compiled for.
-        store: may be off.
-        folder: the compilers' scratch folder of this build.
-    """
+    """The pieces of one build; see `Artifacts` for the arguments."""
 
     def __init__(
         self, config: Config, device: torch.device, store: Store, folder: CompilerFolder
@@ -216,6 +209,7 @@ class Pieces:
             )
             if fresh:
                 return fresh[0]
+            assert made.value is not None
             try:
                 loaded = self._load(piece.hash, made.value, piece.document, size)
             except (CompileError, NoPieceError) as error:

@@ -9,11 +9,11 @@ outside but differ in something that tracing read. Which one fits is found by re
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,16 +88,13 @@ class Artifacts:
 
     # ---- loading ---------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def lock(self, facts: Mapping[str, Any]) -> Iterator[bool]:
-        """Keep other processes from building the same program."""
-        timeout_s = self._config.cache.lock_timeout_s
-        with self._store.lock(key_of(facts), timeout_s) as held:
-            yield held
+    def lock(self, facts: Mapping[str, Any]) -> AbstractContextManager[bool]:
+        """Keep other processes from building the same program; see `Store.lock`."""
+        return self._store.lock(key_of(facts), self._config.cache.lock_timeout_s)
 
     def has_program(self, facts: Mapping[str, Any]) -> bool:
         """Whether there is an entry under these facts; not counted as a look-up."""
-        return self._has(key_of(facts), Kind.PROGRAM)
+        return self._store.has(Kind.PROGRAM, key_of(facts))
 
     def load(
         self, facts: Mapping[str, Any], module: Callable[..., Any], constants: Mapping[str, Any]
@@ -125,7 +122,7 @@ class Artifacts:
                 if self._pieces.toolchain is not None:
                     self._pieces.toolchain.unpack()  # Triton's own helper, which they need as well
                 self._kernels.unpack(facts)
-            self._kernels.note_files()
+            self._kernels.start()
             return image, pieces
         raise NoProgramError("; ".join(dict.fromkeys(reasons)) or "no program in the entry")
 
@@ -165,7 +162,7 @@ class Artifacts:
             raise NoProgramError("; ".join(reasons))
         try:
             image.tree()
-        except Exception as error:  # a class of results that nobody has registered here
+        except Exception as error:  # a class of results that is not registered here
             raise NoProgramError(f"the form of the result cannot be read: {error}") from error
 
     # ---- storing ---------------------------------------------------------------------------------
@@ -175,17 +172,17 @@ class Artifacts:
         if image.out_tree is None:
             self.tally.not_saved("the result", "a class in it cannot be found again by its name")
             return False
-        self._kernels.note_files(again=False)
+        self._kernels.start()
         key, toolchain = key_of(facts), self._pieces.toolchain
         known = self._known(key)
         variants, pieces = [to_json(image).decode()], set(self._pieces.keys(image))
         if toolchain is not None and toolchain.stored:
             pieces.add(toolchain.key)  # goes where the program goes, or a fresh machine compiles it
         for other, needed in self._others(known, image):
-            if len(variants) < MAX_VARIANTS and all(map(self._has, needed - pieces)):
+            if len(variants) < MAX_VARIANTS and all(map(self._has_piece, needed - pieces)):
                 variants.append(other.decode())
                 pieces |= needed
-        beside = sorted({*filter(self._has, known.companion_keys), *self._companion_keys})
+        beside = sorted({*filter(self._has_piece, known.companion_keys), *self._companion_keys})
         manifest = json.dumps({"variants": variants, "beside": beside}).encode()
         needed = {*pieces, *beside}
         return self._store.put_program(key, manifest, pieces=sorted(needed), facts=facts)
@@ -201,13 +198,12 @@ class Artifacts:
         That is: the form of Inductor's pieces that loads without Inductor, whose kernels are chosen
         when they first run; and the kernels that boundaries have compiled for themselves.
         """
-        groups = [(None, pieces), *self.specialized.items()]
-        keys = {
+        keys = [
             self._pieces.store_direct(image, name, piece, size)
-            for size, group in groups
+            for size, group in [(None, pieces), *self.specialized.items()]
             for name, piece in group.items()
-        }
-        new = {key for key in (*keys, self._kernels.store(facts)) if key is not None}
+        ]
+        new = {key for key in [*keys, self._kernels.store(facts)] if key is not None}
         if not new <= self._companion_keys:
             self._companion_keys |= new
             self.save(facts, image)
@@ -228,12 +224,8 @@ class Artifacts:
             if (other.reads, other.files) != (image.reads, image.files):
                 yield data, set(self._pieces.keys(other))
 
-    def _has(self, key: str, kind: Kind = Kind.PIECE) -> bool:
-        try:
-            self._store.read(kind, key)
-        except MissError:
-            return False
-        return True
+    def _has_piece(self, key: str) -> bool:
+        return self._store.has(Kind.PIECE, key)
 
 
 def file_digest(place: str) -> str | None:

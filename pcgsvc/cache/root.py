@@ -1,13 +1,12 @@
-"""Where the cache lies, and whether that place is safe.
+"""Where the cache is, and whether that place is safe.
 
 In: `cache.dir`, the environment, the file system. Out: a `DataFolder`, or a `CacheError` that says
 what to change. Knows nothing of entries.
 
-Loading a cache runs code, so the data lies in a folder of our own, `<root>/store`, made 0700 and
-refused when anybody but its user and root could have put something there. It is not the root itself
-since a clone makes a checkout's `cache/` group-writable under umask 002. A root that anybody can
-write to, without the sticky bit, is refused: they could put another `store` in its place after it
-was looked at.
+Loading a cache runs code, so the data is in a folder of our own, `<root>/store`, made 0700 and
+refused when other users but root could have put something there. It is not the root itself since a
+clone makes a checkout's `cache/` group-writable under umask 002. World-writable roots without the
+sticky bit are refused: another `store` could be put in its place after it was checked.
 """
 
 from __future__ import annotations
@@ -140,16 +139,14 @@ def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:
     network = network_file_system(data)
     reason = "" if write else "cache.mode=read"
     if network:
-        reason = (
-            f"{data} is on a network file system ({network}), where locks do not hold between hosts"
-        )
+        reason = f"{data} is on a network file system ({network}), where locks are unreliable"
     if not reason:
-        reason = _make(root, data, source)
+        reason = _make(root, data)
     try:
         for name in _CHECKED:
             check_safe(data / name)
         if source == "temporary directory":
-            check_safe(root)  # anybody may make folders beside it
+            check_safe(root)  # any user may make folders beside it
     except OSError as error:
         reason = f"{data} cannot be looked at: {error.strerror}"
     if not reason and not _access(data, os.W_OK | os.X_OK):
@@ -161,7 +158,7 @@ def check_root(root: Path, source: str) -> None:
     """Check what a root is, without making it; a missing one is fine.
 
     Raises:
-        CacheError: it is no folder, somebody else's link, or anybody may put another `store` there.
+        CacheError: it is no folder, another user's link, or world-writable without the sticky bit.
     """
     data = root / DATA_NAME
     if os.path.expandvars(str(data)) != str(data):
@@ -176,7 +173,7 @@ def check_root(root: Path, source: str) -> None:
         return  # missing, or hidden from us: found out where it is made or looked at
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise CacheError(
-            f"cache root ({source}): {root} has mode {mode:04o}: anybody may put another "
+            f"cache root ({source}): {root} has mode {mode:04o}: any user may put another "
             f"{DATA_NAME} in it, and loading one runs code. If only you did so far: chmod go-w "
             f"{root}. Or {_ELSEWHERE}."
         )
@@ -186,7 +183,7 @@ def check_safe(path: Path) -> None:
     """Check that only this user and root can have written to `path`; a missing one is fine.
 
     Raises:
-        CacheError: somebody else owns it, or may write to it.
+        CacheError: another user owns it, or may write to it.
         OSError: it cannot be looked at.
     """
     try:
@@ -226,27 +223,17 @@ def _check_link(path: Path, source: str) -> None:
                 f"cache root ({source}): {path} is no folder. Remove it, or {_ELSEWHERE}."
             )
     except NotADirectoryError:
-        raise CacheError(
-            f"cache root ({source}): {path} lies below a file; {_ELSEWHERE}."
-        ) from None
+        raise CacheError(f"cache root ({source}): {path} is below a file; {_ELSEWHERE}.") from None
     except OSError:
         return  # missing, or hidden from us: found out where it is made or looked at
 
 
-def _make(root: Path, data: Path, source: str) -> str:
+def _make(root: Path, data: Path) -> str:
     """Make root and data folder; return why that did not work."""
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         for path in (root, data):
             path.mkdir(mode=0o700, exist_ok=True)
-    except FileExistsError as error:
-        raise CacheError(
-            f"cache root ({source}): {error.filename} is no folder. Remove it, or {_ELSEWHERE}."
-        ) from None
-    except NotADirectoryError as error:
-        raise CacheError(
-            f"cache root ({source}): {error.filename} lies below a file; {_ELSEWHERE}."
-        ) from None
     except OSError as error:
         return f"{data} cannot be made: {error.strerror}"
     return ""

@@ -25,13 +25,13 @@ from pcgsvc.cache.envelope import AbsentError, Entry, Kind, MissError, check_key
 from pcgsvc.cache.eviction import enforce_budget, no_eviction
 from pcgsvc.cache.file_lock import acquire
 from pcgsvc.cache.index import Index
-from pcgsvc.cache.lookup import Built, Counts, Lookup, Made
+from pcgsvc.cache.lookup import Built, Counts, Lookup
 from pcgsvc.cache.reports import CheckReport, Nearest, ProgramInfo
 from pcgsvc.cache.root import DataFolder, find_root, open_data_folder
 from pcgsvc.config import CacheMode
 from pcgsvc.errors import CacheError
 
-__all__ = ["Built", "Counts", "Entry", "Kind", "Lookup", "Made", "MissError", "Store"]
+__all__ = ["Built", "Counts", "Entry", "Kind", "Lookup", "MissError", "Store"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Store:
 
     Safe from any thread and from any number of processes. What was got or put is in use by this
     process, and so kept from eviction, until `close`. What goes wrong on the disk is a miss or a
-    False, said once in the log.
+    False, and one warning.
 
     Args:
         folder: where; None leaves no file anywhere.
@@ -75,7 +75,7 @@ class Store:
         self._index = Index(self._entries)
         self._renewed: set[tuple[Kind, str]] = set()
         self._owners: set[tuple[int, str]] = set()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._mutex = threading.Lock()
         self._closed = False
         if wanted and not self.writable:
@@ -126,15 +126,11 @@ class Store:
         Raises:
             CacheError: the key is malformed; nothing else is raised.
         """
-        found = self._get(Kind.PROGRAM, key)
-        self._count(Kind.PROGRAM, key, found.miss)
-        return found
+        return self._counted(Kind.PROGRAM, key)
 
     def get_piece(self, key: str) -> Lookup:
         """Return a piece's bytes and facts, or the miss; see `get_program`."""
-        found = self._get(Kind.PIECE, key)
-        self._count(Kind.PIECE, key, found.miss)
-        return found
+        return self._counted(Kind.PIECE, key)
 
     def put_program(
         self, key: str, manifest: bytes, *, pieces: Sequence[str], facts: Mapping[str, Any]
@@ -165,6 +161,14 @@ class Store:
             raise AbsentError("cache off")
         return self._entries.read(kind, key)
 
+    def has(self, kind: Kind, key: str) -> bool:
+        """Whether a sound entry is in the store; see `read`."""
+        try:
+            self.read(kind, key)
+        except MissError:
+            return False
+        return True
+
     def put(self, entry: Entry, *, in_use: bool = True) -> bool:
         """Store a whole entry as it is; see `put_program`. `in_use`: until `close`."""
         raw = encode(entry)  # a caller's mistake is an error in every mode
@@ -176,7 +180,7 @@ class Store:
             self._require_pieces(entry)
             self._entries.write(entry.kind, entry.key, raw)
         except (WriteError, MissError) as error:
-            # A program without its pieces only follows from a failed write, which was said already.
+            # A program without its pieces only follows from a failed write, which was logged.
             topic = f"not stored: {error}" if isinstance(error, WriteError) else "not stored"
             self._warn_once(f"not stored, going on without: {error}", topic, "not stored")
             return False
@@ -204,6 +208,11 @@ class Store:
             self._entries.delete(kind, key)
         except WriteError as error:
             raise CacheError(f"cache drop: {error}.") from error
+
+    def _counted(self, kind: Kind, key: str) -> Lookup:
+        found = self._get(kind, key)
+        self._count(kind, key, found.miss)
+        return found
 
     def _get(self, kind: Kind, key: str) -> Lookup:
         """Return an entry, which is in use from now on, or the miss."""
@@ -237,8 +246,8 @@ class Store:
         """Log a warning; only for debugging if one with the first of its topics was logged."""
         topics = topics or (message,)
         with self._mutex:
-            level = logging.DEBUG if topics[0] in self._said else logging.WARNING
-            self._said.update(topics)
+            level = logging.DEBUG if topics[0] in self._logged else logging.WARNING
+            self._logged.update(topics)
         logger.log(level, "cache: %s", message)
 
     # ---- one builder per key ---------------------------------------------------------------------
@@ -285,7 +294,7 @@ class Store:
         *,
         kind: Kind = Kind.PIECE,
         timeout_s: float = LOCK_TIMEOUT_S,
-    ) -> Made:
+    ) -> Lookup:
         """Load an entry, or build and store it, once among all processes.
 
         Args:
@@ -304,17 +313,17 @@ class Store:
                     self._count(kind, key, miss)
                     return self._build(kind, key, build, miss, store=held)
         self._count(kind, key, None)
-        return Made(found.value, found.facts, found.pieces, None, True)
+        return found
 
     def _build(
         self, kind: Kind, key: str, build: Callable[[], Built], miss: str | None, *, store: bool
-    ) -> Made:
+    ) -> Lookup:
         if not store:
             words = "cache: %s %s: its lock timed out; building it here as well, not stored"
             logger.warning(words, kind.value, key[:12])
         built = build()
         stored = store and self.put(built.entry(kind, key))
-        return Made(built.value, built.facts, tuple(built.pieces), miss, stored)
+        return Lookup(built.value, miss, built.facts, tuple(built.pieces), stored)
 
     # ---- the whole store -------------------------------------------------------------------------
 

@@ -27,13 +27,7 @@ class Toolchain:
 
     Inductor tries what the C++ compiler and the CPU can do, and Triton builds its helper: once per
     process, in the folder that is set then. Kept as an entry of their own, so that a start on a
-    fresh machine compiles nothing.
-
-    Args:
-        facts: what decides these files.
-        device: what is compiled for.
-        store: may be off.
-        folder: the compilers' scratch folder of this build.
+    fresh machine compiles nothing. `facts` are what decides them; see `Artifacts` for the rest.
     """
 
     def __init__(
@@ -55,18 +49,9 @@ class Toolchain:
 
     def unpack(self) -> bool:
         """Write the stored files into the folder, once; return whether they are there."""
-        if self.stored:
-            return True
-        found = self._store.get_piece(self.key)
-        if found.value is None:
-            return False
-        try:
-            blob.unpack(found.value, self._folder.path)
-        except CompileError as error:
-            logger.warning("cache: toolchain files: %s", error)
-            return False
-        self.stored = True
-        return True
+        if not self.stored:
+            self.stored = _unpack(self._store, self.key, self._folder, "toolchain files")
+        return self.stored
 
     def _make(self) -> None:
         from pcgsvc.compilers.inductor import compile_probe
@@ -78,12 +63,7 @@ class Toolchain:
 
 
 class BoundaryKernels:
-    """The kernels that boundaries compile for themselves when they first run.
-
-    Args:
-        store: may be off.
-        folder: the compilers' scratch folder of this build.
-    """
+    """The kernels that boundaries compile for themselves when they first run."""
 
     def __init__(self, store: Store, folder: CompilerFolder) -> None:
         self._store, self._folder = store, folder
@@ -96,27 +76,16 @@ class BoundaryKernels:
         """Return the key of the kernels of a program with these facts."""
         return key_of(_kernel_facts(facts))
 
-    def note_files(self, *, again: bool = True) -> None:
-        """Take the files that are in the folder now for no new kernels of boundaries.
-
-        Args:
-            again: also if it was done before.
-        """
-        if again or not self._known:
-            self._known = blob.snapshot(self._folder.path)
+    def start(self) -> None:
+        """Take what the compilers have written until now for no kernels of boundaries; once."""
+        self._known = self._known or blob.snapshot(self._folder.path)
 
     def unpack(self, facts: Mapping[str, Any]) -> None:
         """Write a program's stored kernels where Triton looks for them."""
-        found = self._store.get_piece(self.key(facts))
-        if found.value is None:
-            return
         before = blob.snapshot(self._folder.path)
-        try:
-            blob.unpack(found.value, self._folder.path)
+        if _unpack(self._store, self.key(facts), self._folder, "kernels of the boundaries"):
             torch_private.settle_triton_cache(self._folder.path / "triton")
-        except CompileError as error:
-            logger.warning("cache: kernels of the boundaries: %s", error)
-        self._loaded = blob.snapshot(self._folder.path) - before
+            self._loaded = blob.snapshot(self._folder.path) - before
 
     def store(self, facts: Mapping[str, Any]) -> str | None:
         """Store the kernels of a program that has run; return their key, None if none are new."""
@@ -131,3 +100,15 @@ class BoundaryKernels:
 
 def _kernel_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**facts, "kind": "kernels"}
+
+
+def _unpack(store: Store, key: str, folder: CompilerFolder, what: str) -> bool:
+    """Write the files of an entry into the folder; False if there is none, or it is malformed."""
+    found = store.get_piece(key)
+    try:
+        if found.value is not None:
+            blob.unpack(found.value, folder.path)
+    except CompileError as error:
+        logger.warning("cache: %s: %s", what, error)
+        return False
+    return found.value is not None
