@@ -20,7 +20,7 @@ import re
 import secrets
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -70,6 +70,11 @@ class _Member:
     key: str
     size: int
     sha256: str
+
+    @property
+    def name(self) -> str:
+        """In the tar."""
+        return f"{self.kind.value}s/{self.key}"
 
 
 # ---- export --------------------------------------------------------------------------------------
@@ -148,22 +153,14 @@ def _write(store: Store, file: BinaryIO, members: list[_Member]) -> None:
         for member in members:
             raw = encode(store.read(member.kind, member.key))
             if hashlib.sha256(raw).hexdigest() != member.sha256:
-                raise CacheError(
-                    f"cache export: {member.kind.value} {member.key[:12]} was replaced meanwhile; "
-                    "export again."
-                )
-            _add(archive, f"{member.kind.value}s/{member.key}", raw)
+                words = f"cache export: {member.name} was replaced meanwhile; export again."
+                raise CacheError(words)
+            _add(archive, member.name, raw)
 
 
 def _manifest(members: list[_Member]) -> bytes:
-    about = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "entries": [
-            {"kind": m.kind.value, "key": m.key, "size": m.size, "sha256": m.sha256}
-            for m in members
-        ],
-    }
+    entries = [asdict(member) | {"kind": member.kind.value} for member in members]
+    about = {"format": FORMAT, "version": FORMAT_VERSION, "entries": entries}
     return json.dumps(about, indent=1).encode()
 
 
@@ -266,18 +263,16 @@ def _parse_manifest(raw: bytes, path: Path) -> dict[str, _Member]:
     try:
         about = json.loads(raw)
         if about["format"] != FORMAT or about["version"] != FORMAT_VERSION:
-            raise _refusal(
-                path,
-                f"it is {about['format']!r} version {about['version']!r}, "
-                f"this pcgsvc reads {FORMAT!r} version {FORMAT_VERSION}",
-            )
+            found = f"it is {about['format']!r} version {about['version']!r}"
+            wanted = f"this pcgsvc reads {FORMAT!r} version {FORMAT_VERSION}"
+            raise _refusal(path, f"{found}, {wanted}")
         listed = [
             _Member(Kind(e["kind"]), check_key(e["key"]), int(e["size"]), str(e["sha256"]))
             for e in about["entries"]
         ]
     except (ValueError, TypeError, KeyError) as error:
         raise _refusal(path, f"its manifest is unreadable: {error}") from error
-    members = {f"{member.kind.value}s/{member.key}": member for member in listed}
+    members = {member.name: member for member in listed}
     if not listed or len(members) != len(listed):
         raise _refusal(path, "its manifest is empty or names an entry twice")
     return members

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,15 +175,15 @@ class Artifacts:
             return False
         self._kernels.start()
         key, toolchain = key_of(facts), self._pieces.toolchain
-        known = self._known(key)
+        known, has_piece = self._known(key), partial(self._store.has, Kind.PIECE)
         variants, pieces = [to_json(image).decode()], set(self._pieces.keys(image))
         if toolchain is not None and toolchain.stored:
             pieces.add(toolchain.key)  # goes where the program goes, or a fresh machine compiles it
         for other, needed in self._others(known, image):
-            if len(variants) < MAX_VARIANTS and all(map(self._has_piece, needed - pieces)):
+            if len(variants) < MAX_VARIANTS and all(map(has_piece, needed - pieces)):
                 variants.append(other.decode())
                 pieces |= needed
-        beside = sorted({*filter(self._has_piece, known.companion_keys), *self._companion_keys})
+        beside = sorted({*filter(has_piece, known.companion_keys), *self._companion_keys})
         manifest = json.dumps({"variants": variants, "beside": beside}).encode()
         needed = {*pieces, *beside}
         return self._store.put_program(key, manifest, pieces=sorted(needed), facts=facts)
@@ -223,9 +224,6 @@ class Artifacts:
                 continue
             if (other.reads, other.files) != (image.reads, image.files):
                 yield data, set(self._pieces.keys(other))
-
-    def _has_piece(self, key: str) -> bool:
-        return self._store.has(Kind.PIECE, key)
 
 
 def file_digest(place: str) -> str | None:

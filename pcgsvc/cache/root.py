@@ -162,9 +162,8 @@ def check_root(root: Path, source: str) -> None:
     """
     data = root / DATA_NAME
     if os.path.expandvars(str(data)) != str(data):
-        raise CacheError(
-            f"cache root {root} ({source}): diskcache would expand the $; {_ELSEWHERE}."
-        )
+        words = f"cache root ({source}): {root}: diskcache would expand the $; {_ELSEWHERE}."
+        raise CacheError(words)
     for path in (root, data):
         _check_link(path, source)
     try:
@@ -211,21 +210,21 @@ def is_ours_alone(status: os.stat_result) -> bool:
 
 
 def _check_link(path: Path, source: str) -> None:
+    fault = ""
     try:
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
-            raise CacheError(
-                f"cache root ({source}): {path} is a symbolic link of uid {status.st_uid}, who can "
-                f"point it anywhere. Remove it, or {_ELSEWHERE}."
+            fault = (
+                f"is a symbolic link of uid {status.st_uid}, who can point it anywhere. Remove it,"
             )
-        if not path.is_dir():
-            raise CacheError(
-                f"cache root ({source}): {path} is no folder. Remove it, or {_ELSEWHERE}."
-            )
+        elif not path.is_dir():
+            fault = "is no folder. Remove it,"
     except NotADirectoryError:
-        raise CacheError(f"cache root ({source}): {path} is below a file; {_ELSEWHERE}.") from None
+        fault = "is below a file; move that,"
     except OSError:
         return  # missing, or hidden from us: found out where it is made or looked at
+    if fault:
+        raise CacheError(f"cache root ({source}): {path} {fault} or {_ELSEWHERE}.")
 
 
 def _make(root: Path, data: Path) -> str:
