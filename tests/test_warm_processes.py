@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from store_helpers import damage_entry, sql
+from store_helpers import damage_entry, entry_files
 from warm_cli_helpers import (
     PLAIN,
     TINY,
@@ -195,12 +195,12 @@ def test_off_with_inductor_leaves_no_file_anywhere(tmp_path: Path, root: Path) -
 def test_flipped_bytes_of_inductor_entries_are_never_loaded(
     inductor_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = [str(k) for (k,) in sql(inductor_root, "SELECT key FROM Cache")]
-    assert len(keys) == 4  # program, toolchain, two pieces
     copied = tmp_path / "copy"
     shutil.copytree(inductor_root, copied)
-    for key in keys:
-        damage_entry(copied, key)
+    paths = entry_files(copied)
+    assert len(paths) == 4  # program, toolchain, two pieces
+    for path in paths:
+        damage_entry(path)
     torch.set_num_threads(1)
     with pcgsvc.load_runner([*INDUCTOR, f"cache.dir={copied}"]) as runner:
         assert runner.report["compile"]["num_compiled"] == 2

@@ -143,5 +143,5 @@ def store_program(
         tensors={name: traced.tensors[name] for name in captured_tensors(traced)},
         facts=found.facts if stored else None,
         misses=[*found.misses, *refusal],
-        warnings=refusal if env.store.folder is not None else [],
+        warnings=refusal if env.store.enabled else [],
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pcgsvc.cache.root import check_root, find_root
-from pcgsvc.config import CacheAction, CacheMode, Config, Job
+from pcgsvc.cache.root import check_place
+from pcgsvc.config import CacheAction, Config, Job
 from pcgsvc.config.compose import Command
 from pcgsvc.config.devices import dtype_of, is_here
 from pcgsvc.errors import CacheError, ConfigError, near
@@ -155,10 +155,9 @@ def _check_outputs(config: Config) -> None:
         _check_file("report", config.report)
     if config.debug.dump_dir is not None:
         _check_folder("debug.dump_dir", Path(config.debug.dump_dir).absolute())
-    if config.cache.mode is not CacheMode.OFF and config.job in _WITH_CACHE:
-        root, source = find_root(config.cache.dir)
+    if config.job in _WITH_CACHE:
         try:
-            check_root(root, source)
+            check_place(config.cache, needed=config.job is Job.CACHE)
         except CacheError as error:
             raise ConfigError(str(error)) from error
     if config.job is Job.CACHE:
@@ -168,8 +167,6 @@ def _check_outputs(config: Config) -> None:
 def check_cache_job(config: Config) -> None:
     """Refuse a cache that is off, and a bundle that cannot be read or written."""
     cache = config.cache
-    if cache.mode is CacheMode.OFF:
-        raise ConfigError("cache.mode: got 'off' with job=cache; there is no cache to look at.")
     if cache.action not in (CacheAction.EXPORT, CacheAction.IMPORT):
         return
     if not cache.file:
