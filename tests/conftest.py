@@ -30,6 +30,11 @@ TIERS = ("exhaustive", "soak")
 """Markers of the tiers beside the default one; a test is in one tier, the first that it names."""
 
 
+# Else every process that compiles for the CPU first tries the vector instructions out: it compiles,
+# and loads in a process, one file for each kind of them.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--require-gpu`, and an option per tier."""
     parser.addoption(
@@ -174,6 +179,12 @@ def sources(tmp_path: Path) -> Iterator[Sources]:
 
     with source_folder(tmp_path / "sources") as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One disk cache for a file: what was traced once is captured anew, not built again."""
+    return tmp_path_factory.mktemp("programs")
 
 
 @pytest.fixture(scope="module")

@@ -56,12 +56,6 @@ PROMPTS = (3, 9, 17)
 """Lengths; 29 rows together, so the prefill is padded to 32 rows and windows of 4 are felt."""
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One disk cache for all tests: a family is traced once."""
-    return tmp_path_factory.mktemp("programs")
-
-
 def config_of(family: str, programs: Path, sizes: list[int], mode: str) -> Config:
     """Return what the command line composes, without the time that Hydra takes for it."""
     return Config(

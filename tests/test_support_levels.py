@@ -100,12 +100,6 @@ def steps(geometry: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, pcgsvc.Ba
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One disk cache: a support level is traced once, and captured anew by each test."""
-    return tmp_path_factory.mktemp("programs")
-
-
-@pytest.fixture(scope="module")
 def expected(programs: Path) -> list[torch.Tensor]:
     """What plain execution gives, step by step."""
     with runner_of("varlen", programs=programs) as runner:
