@@ -484,6 +484,7 @@ def test_words_of_a_model_cannot_become_markup(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # stress: time and memory at full size
 def test_an_8b_model_is_planned_within_a_minute_and_4_gib(tmp_path: Path) -> None:
     words = ["job=plan", "model=llama", "model.preset=8b", "device=cpu", "report=r.json"]
     code = (

@@ -368,7 +368,13 @@ GAP = 1e-2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["model=smollm2 model.weights=", "model=hf model.path="])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "model=smollm2 model.weights=",
+        pytest.param("model=hf model.path=", marks=pytest.mark.exhaustive),  # one of its families
+    ],
+)
 @torch.no_grad()
 def test_greedy_tokens_of_three_prompts_in_one_batch_equal_transformers(
     model: str, checkpoint_file: Path, theirs: Any

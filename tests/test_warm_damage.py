@@ -119,7 +119,7 @@ def test_a_module_that_cannot_be_imported_any_more_is_a_miss(start: Starter) -> 
 
 
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 5))]
+    "part", [0, *(pytest.param(part, marks=pytest.mark.exhaustive) for part in range(1, 5))]
 )
 def test_a_flipped_byte_anywhere_never_gives_a_wrong_result_and_is_mended(
     start: Starter, tmp_path: Path, part: int, caplog: pytest.LogCaptureFixture
