@@ -36,11 +36,13 @@ from pcgsvc.partition.fx import check_aliases, partition_fx
 from pcgsvc.partition.inductor import partition_inductor
 from pcgsvc.partition.submodules import chosen, compile_submodules
 from pcgsvc.program.facts import program_facts
-from pcgsvc.program.guards import NotCanonicalError, files_of, reads_of
+from pcgsvc.program.forms import NotCanonicalError
+from pcgsvc.program.guards import stored_guards
 from pcgsvc.program.image import ProgramImage, image_of
 from pcgsvc.program.keys import key_of
 from pcgsvc.program.pieces import Partition, Piece
 from pcgsvc.program.program import Boundaries, CompiledPiece
+from pcgsvc.program.sources import files_of
 from pcgsvc.trace.canonical import refuse_outputs
 from pcgsvc.trace.dynamo import trace
 from pcgsvc.trace.graph import TracedGraph
@@ -172,7 +174,7 @@ class Stages:
         whole = self._config.partition.strategy is Strategy.INDUCTOR
         partition = partition_inductor(traced, plan) if whole else plan
         module, constants = self._request.bundle.module, self._request.constants
-        reads, problems = reads_of(traced.guards, module, constants)
+        guards, problems = stored_guards(traced.guards, module, constants)
         self.captured = {
             b.name: traced.tensors[b.name] for b in traced.bindings if b.kind == "constant"
         }
@@ -183,7 +185,7 @@ class Stages:
             if b.kind == "constant"
         ]
         files = {f: d for f in files_of(traced.guards, module) if (d := file_digest(f))}
-        image = image_of(traced, partition, plan, reads=reads, files=files)
+        image = image_of(traced, partition, plan, guards=guards, files=files)
         unique, sized = partition.unique(), self._artifacts.sized(image)
         with phase("compile", self._seconds, self._progress, total=len(unique) + len(sized)):
             self._artifacts.prepare_toolchain()

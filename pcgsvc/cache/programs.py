@@ -35,7 +35,7 @@ from pcgsvc.config import CacheMode, Compiler, Config
 from pcgsvc.errors import CacheError, CompileError
 from pcgsvc.program.facts import file_digest as digest_of
 from pcgsvc.program.facts import piece_facts
-from pcgsvc.program.guards import first_difference, path_of
+from pcgsvc.program.guards import first_broken
 from pcgsvc.program.image import (
     ProgramImage,
     custom_ops,
@@ -47,6 +47,7 @@ from pcgsvc.program.image import (
 from pcgsvc.program.keys import key_of
 from pcgsvc.program.pieces import Piece
 from pcgsvc.program.program import Boundaries, CompiledPiece, boundaries_of
+from pcgsvc.program.sources import path_of
 from pcgsvc.trace.rows import Document
 
 logger = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ class Artifacts:
                 other = from_json(data)
             except CompileError:  # of another version of ours
                 continue
-            if (other.reads, other.files) != (image.reads, image.files):
+            if (other.guards, other.files) != (image.guards, image.files):
                 yield data, set(self._piece_keys(other))
 
     def has_program(self, facts: Mapping[str, Any]) -> bool:
@@ -281,7 +282,7 @@ class Artifacts:
         if added:
             reasons.append(f"operators {added} have become splitting ops")
         if not reasons:
-            changed = first_difference(image.reads, module, constants)
+            changed = first_broken(image.guards, module, constants)
             reasons = [] if changed is None else [f"read while tracing: {changed}"]
         if reasons:
             raise NoProgramError("; ".join(reasons))
@@ -506,7 +507,7 @@ class _UnsavedError(Exception):
 
 
 def file_digest(place: str) -> str | None:
-    """Return the sha256 of a file that `reads.files_of` named, or None if it cannot be read."""
+    """Return the sha256 of a file that `sources.files_of` named, or None if it cannot be read."""
     path = path_of(place)
     return None if path is None else digest_of(path)
 

@@ -24,7 +24,7 @@ from pcgsvc.errors import CacheError, ConfigError
 from pcgsvc.forward.request import Request
 from pcgsvc.models.request import request_of
 from pcgsvc.program.facts import program_facts
-from pcgsvc.program.guards import NotCanonicalError
+from pcgsvc.program.forms import NotCanonicalError
 from pcgsvc.program.keys import key_of
 
 logger = logging.getLogger(__name__)

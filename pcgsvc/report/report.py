@@ -71,7 +71,7 @@ def plan_report(built: Built) -> dict[str, Any]:
         "guards": {
             "size_conditions": list(image.predicate.conditions),
             "num_recorded": image.num_guards,
-            "num_reread": len(image.reads),
+            "num_reread": len(image.guards),
         },
         "warnings": list(built.warnings),
         **({} if built.request.sizes is None else {"chosen_sizes": chosen(built.request.sizes)}),

@@ -143,7 +143,7 @@ def _traced(request: Request, planned: Planned, progress: Progress) -> Plan:
     traced, partition = trace_and_split(request, seconds, progress, ready=_ready)
     whole = config.partition.strategy is Strategy.INDUCTOR
     compiled = partition_inductor(traced, partition) if whole else partition
-    image = image_of(traced, compiled, partition, reads=[], files={})
+    image = image_of(traced, compiled, partition, guards=[], files={})
     tensors = {**tensors_of(request.bundle.module), **traced.tensors}
     workspace = make_workspace(request, image.spec.bindings, tensors)
     built = _built(request, planned, image, seconds, workspace, [])
