@@ -414,7 +414,7 @@ class Runner:
         workspace, rows = parts.workspace, batch.num_tokens
         inputs = {k: v.to(workspace.device).contiguous() for k, v in inputs.items()}
         self._rows += rows
-        with use_context(workspace.loose_context(batch)):
+        with use_context(workspace.unpadded_context(batch)):
             program = parts.program.for_size(rows)
             return program.run(workspace.values(inputs, rows), Direct())
 
@@ -429,7 +429,7 @@ class Runner:
         moved = {k: v.to(workspace.device) for k, v in inputs.items()}
         self._rows += batch.num_tokens
         with self._no_autocast(parts), self._on_stream(parts) as caller:
-            with use_context(workspace.loose_context(batch)):
+            with use_context(workspace.unpadded_context(batch)):
                 result = parts.module(**moved, **parts.arguments.constants)
             if caller is not None:
                 for tensor in tensors_in(result):
