@@ -227,7 +227,7 @@ def test_every_setting_of_float32_precision_counts_and_none_makes_the_facts_fail
     code = (
         "import torch\n"
         "from pcgsvc.config import Config, resolve\n"
-        "from pcgsvc.program.facts import environment_facts\n"
+        "from pcgsvc.compilers.environment import environment_facts\n"
         "from pcgsvc.program.keys import key_of\n"
         "config, cpu = resolve(Config(), device_type='cpu'), torch.device('cpu')\n"
         "print(key_of(environment_facts(config, cpu)))\n"

@@ -351,6 +351,8 @@ class Stores(nn.Module):
             self.nested["seen"].append(x * 3)  # nested
         elif self.how == "counter":
             self.calls += 1
+        elif self.how == "remove":
+            del self.n  # remove
         elif self.how == "rebind":
             self.n = self.n + 1  # rebind
         return x * 2
@@ -358,7 +360,7 @@ class Stores(nn.Module):
 
 @pytest.mark.parametrize(
     "how",
-    ["attribute", "new attribute", "list", "nested", "rebind"],
+    ["attribute", "new attribute", "list", "nested", "remove", "rebind"],
 )
 def test_a_stored_tensor_is_refused_with_its_line_and_the_module_as_before(how: str) -> None:
     module = Stores(how)
@@ -495,7 +497,7 @@ def test_a_lambda_s_line_is_named_and_the_tracer_s_never() -> None:
         trace_of(lambda x: x if x.sum() > 0 else -x)
     graph = trace_of(nn.Linear(WIDTH, 2), dims={"input": 0}).graph
     (node,) = (n for n in graph.nodes if n.op == "call_function")
-    assert "pcgsvc/trace.py" in str(node.stack_trace)
+    assert "pcgsvc/trace/dynamo.py" in str(node.stack_trace)
     assert user_line(node) == f"graph node {node.name}"
 
 

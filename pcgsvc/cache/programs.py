@@ -30,11 +30,12 @@ from pcgsvc.compilers.folder import CompilerFolder
 from pcgsvc.config import CacheMode, Config
 from pcgsvc.errors import CacheError, CompileError
 from pcgsvc.program.facts import file_digest as digest_of
-from pcgsvc.program.guards import first_difference, path_of
+from pcgsvc.program.guards import first_broken
 from pcgsvc.program.image import ProgramImage, from_json, new_boundaries, op_identity, to_json
 from pcgsvc.program.keys import key_of
 from pcgsvc.program.pieces import Piece, PieceCounts
 from pcgsvc.program.program import CompiledPiece
+from pcgsvc.program.sources import path_of
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class Artifacts:
         if added:
             reasons.append(f"operators {added} have become splitting ops")
         if not reasons:
-            changed = first_difference(image.reads, module, constants)
+            changed = first_broken(image.guards, module, constants)
             reasons = [] if changed is None else [f"read while tracing: {changed}"]
         if reasons:
             raise NoProgramError("; ".join(reasons))
@@ -227,12 +228,12 @@ class Artifacts:
                 other = from_json(data)
             except CompileError:  # of another version of ours
                 continue
-            if (other.reads, other.files) != (image.reads, image.files):
+            if (other.guards, other.files) != (image.guards, image.files):
                 yield data, set(self._pieces.keys(other))
 
 
 def file_digest(place: str) -> str | None:
-    """Return the sha256 of a file that `reads.files_of` named, or None if it cannot be read."""
+    """Return the sha256 of a file that `sources.files_of` named, or None if it cannot be read."""
     path = path_of(place)
     return None if path is None else digest_of(path)
 

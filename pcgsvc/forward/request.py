@@ -65,7 +65,7 @@ class Request:
     bundle: ModelBundle
     inputs: list[InputSpec]
     arguments: Arguments
-    """Which arguments of the forward are inputs, and what the others are fixed at."""
+    """Which arguments of the forward are inputs, and which are constants."""
     weights_s: float = 0.0
     """How long the model took to build, in seconds."""
     planned: Planned | None = None
@@ -77,7 +77,7 @@ class Request:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Arguments that are no tensors; frozen."""
+        """Non-tensor arguments, as they were when the request was made."""
         return dict(self.arguments.constants)
 
 
@@ -134,11 +134,10 @@ def make_workspace(
     request: Request, bindings: Sequence[Binding], tensors: Mapping[str, torch.Tensor]
 ) -> Workspace:
     """Allocate the static memory of a runner."""
-    config, spec = request.config, request.bundle.attention
+    config, spec, planned = request.config, request.bundle.attention, request.planned
     max_tokens = max(config.capture.final_sizes)
     max_reqs = config.attention.max_num_reqs or max_tokens
     geometry, attention, backend = None, None, attention_of(request)
-    planned = request.planned
     if planned is not None and planned.backend is not None:
         backend = planned.backend
     if spec is not None and backend is not None:

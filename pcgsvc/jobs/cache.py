@@ -24,7 +24,7 @@ from pcgsvc.forward.request import Request
 from pcgsvc.jobs.preflight import check_cache_job
 from pcgsvc.models.request import request_of
 from pcgsvc.program.facts import program_facts
-from pcgsvc.program.guards import NotCanonicalError
+from pcgsvc.program.forms import NotCanonicalError
 from pcgsvc.program.keys import key_of
 
 

@@ -1,7 +1,6 @@
 """Facts -> key. Facts are a flat, readable dict, hashed whole and stored beside what they name.
 
-In: a config and facts that others have gathered. Out: hex keys. Imports no stage; knows nothing of
-graphs or of where entries lie.
+In: a config and facts that others have gathered. Out: hex keys. Imports no stage.
 
 Every setting counts unless it stands in `NOT_IN_KEY`, and every fact counts. Not among them: paths,
 host names, process ids, times, ports and the values of weights.

@@ -1,6 +1,6 @@
 """Pieces: what every partition strategy turns a traced graph into.
 
-In: nothing. Out: the types `Piece` and `Partition`. Knows nothing of how a cut is found.
+In: nothing. Out: the types `Piece` and `Partition`.
 """
 
 from __future__ import annotations

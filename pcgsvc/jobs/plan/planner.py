@@ -144,7 +144,7 @@ def _traced(request: Request, planned: Planned, phases: Phases) -> Plan:
         torch_private.import_compilers(inductor=False)
     traced = trace_forward(request, phases)
     parts = split(traced, config, phases)
-    image = image_of(traced, parts.compiled, parts.shown, reads=[], files={})
+    image = image_of(traced, parts.compiled, parts.shown, guards=[], files={})
     tensors = {**tensors_of(request.bundle.module), **traced.tensors}
     workspace = make_workspace(request, image.spec.bindings, tensors)
     done = _plan(request, planned, image, workspace, phases)
