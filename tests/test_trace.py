@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -490,12 +492,21 @@ def test_a_higher_order_operator_names_its_line_and_the_ways_out(kind: str) -> N
     assert {"cond": "torch.where", "checkpoint": "call the function itself"}[kind] in message
 
 
+def test_the_line_of_a_model_in_a_folder_named_torch_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "torch" / "model.py"
+    file.parent.mkdir()
+    file.write_text("def forward(x):\n    return x if x.sum() > 0 else -x\n")
+    with pytest.raises(TraceError) as caught:
+        trace_of(runpy.run_path(str(file))["forward"])
+    assert f"because of {file}:2 in forward" in str(caught.value)
+
+
 def test_a_lambda_s_line_is_named_and_the_tracer_s_never() -> None:
     with pytest.raises(TraceError, match=r"test_trace\.py:\d+ in <lambda>"):
         trace_of(lambda x: x if x.sum() > 0 else -x)
     graph = trace_of(nn.Linear(WIDTH, 2), dims={"input": 0}).graph
     (node,) = (n for n in graph.nodes if n.op == "call_function")
-    assert "pcgsvc/trace.py" in str(node.stack_trace)
+    assert "pcgsvc/trace/dynamo.py" in str(node.stack_trace)
     assert user_line(node) == f"graph node {node.name}"
 
 
