@@ -418,10 +418,12 @@ def test_an_in_place_write_to_an_input_is_refused() -> None:
         trace_of(forward)
 
 
-def test_a_transposed_input_as_result_is_refused_with_the_way_out() -> None:
-    with pytest.raises(TraceError, match=r"returns \.T of input 1(.|\n)*clone"):
-        trace_of(lambda x: x.T)
-    assert trace_of(lambda x: x.T.clone()).output_specs[0].row_dims() == (1,)
+@pytest.mark.parametrize("view", ["T", "mT", "H", "mH"])
+def test_a_transposed_input_as_result_is_refused_with_the_way_out(view: str) -> None:
+    with pytest.raises(TraceError, match=rf"returns \.{view} of input 1(.|\n)*clone"):
+        trace_of(lambda x: (x * 2, getattr(x, view)))
+    assert trace_of(lambda x: getattr(x, view).clone()).output_specs[0].row_dims() == (1,)
+    assert trace_of(lambda x: getattr(x * 2, view)).output_specs[0].row_dims() == (1,)
 
 
 def test_a_failed_trace_leaves_the_module_as_it_was() -> None:

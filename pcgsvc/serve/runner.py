@@ -85,7 +85,9 @@ class Runner:
         self._plain_batches: dict[int, CheckedBatch] = {}
         self._names = [spec.name for spec in parts.workspace.inputs]
         self._in_order = parts.arguments.by_position
-        self._clone = parts.config.outputs is Outputs.CLONE
+        clone = parts.config.outputs is Outputs.CLONE
+        self._cloned = range(len(parts.outputs.specs)) if clone else _input_views(parts)
+        """The graph results that a call clones."""
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if parts.workspace.stream is not None:
             self._events = (torch.cuda.Event(), torch.cuda.Event())
@@ -363,7 +365,9 @@ class Runner:
             results = self._run_uncaptured(parts, inputs, batch)
         else:
             results = self._replay(parts, key, inputs, batch)
-        return [r.clone() for r in results] if self._clone else results
+        for at in self._cloned:
+            results[at] = results[at].clone()
+        return results
 
     def _bind(
         self, parts: RunnerParts, args: Sequence[Any], kwargs: dict[str, Any]
@@ -528,6 +532,22 @@ def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: 
             f"{spec.name}: got {rows} rows{before}; all inputs need the same number, at least 1."
         )
     return rows
+
+
+def _input_views(parts: RunnerParts) -> list[int]:
+    """Return the graph results that are views of the runner's input buffers, by index.
+
+    `outputs=view` clones these: passed to the next call, one would be copied onto itself.
+    """
+    buffers = {b.untyped_storage().data_ptr() for b in parts.workspace.buffers.values()} - {0}
+    return sorted(
+        {
+            at
+            for entry in parts.table.entries.values()
+            for at, result in enumerate(entry.outputs)
+            if result.untyped_storage().data_ptr() in buffers
+        }
+    )
 
 
 def _poison(parts: RunnerParts, entry: Entry) -> None:

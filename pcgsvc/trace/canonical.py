@@ -57,12 +57,9 @@ class Seen:
         self.shape_env = torch_private.tracing_shape_env()
         outside = [s for s in torch_private.side_effects() if not _MODULE.fullmatch(s)]
         views = [m for s in outside if (m := _INPUT_VIEW.fullmatch(s))]
-        if views:  # Dynamo leaves these to its bytecode, as if they were changes
+        if views:  # Dynamo leaves these to its bytecode (up to 2.13 `.T` too), like changes
             at, view = int(views[0].group(1)) + 1, views[0].group(2)
-            self.refusal = (
-                f"the forward returns .{view} of input {at} as it is, which torch takes outside "
-                "the graph. Return a copy: .clone()."
-            )
+            self.refusal = _view_refusal(view, at)
             raise RuntimeError(self.refusal)
         if outside:  # raised here, before Dynamo's bytecode carries it out
             (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
@@ -77,6 +74,17 @@ class Seen:
         sentinels = tuple(torch.empty(0) for _ in outputs)
         self.sentinels = list(sentinels)
         return lambda *args: sentinels
+
+
+_VIEW_OPS = {"aten::numpy_T": "T", "aten::mT": "mT", "aten::matrix_H": "H", "aten::mH": "mH"}
+"""What torch 2.14 puts into the graph for the attributes of `_INPUT_VIEW`."""
+
+
+def _view_refusal(view: str, at: int) -> str:
+    return (
+        f"the forward returns .{view} of input {at} as it is, a view of the caller's tensor; a "
+        "runner copies inputs. Return a copy: .clone()."
+    )
 
 
 _HIGHER_ORDER = {
@@ -120,6 +128,7 @@ class Canonical:
         self._decompose_sizes()
         self._refuse_input_writes(bindings)
         output = next(n for n in self.graph.nodes if n.op == "output")
+        self._refuse_input_views(output)
         outputs, constants, kept = self._match_outputs(output)
         output.args = (tuple(output.args[0][i] for i in kept),)
         ordered = [n for n in self.graph.nodes if n.op == "placeholder"]
@@ -170,6 +179,15 @@ class Canonical:
                         f"the forward writes to its input {name!r} at {user_line(node)}; a runner "
                         "copies inputs, so the caller's tensor would not change. Write to a clone."
                     )
+
+    def _refuse_input_views(self, output: torch.fx.Node) -> None:
+        """Refuse `.T` and the like of an input as a result on every torch, as Dynamo 2.13 does."""
+        places = {id(t): at for at, t in enumerate(self.seen.examples, 1)}
+        for node in output.all_input_nodes:
+            view = _VIEW_OPS.get(torch_private.op_name(node.target) or "")
+            at = view and places.get(id(self._lifted.get(node.args[0])))
+            if view and at:
+                raise TraceError(_view_refusal(view, at))
 
     # -- placeholders --
 
