@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pcgsvc.version import __version__
 
 if TYPE_CHECKING:
-    from pcgsvc.api import load_config, load_runner
+    from pcgsvc.api import build_runner, load_config, load_runner
     from pcgsvc.capture.plan import BatchDescriptor
     from pcgsvc.config import Config
     from pcgsvc.errors import PcgError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pcgsvc.ops.registry import register_splitting_op, splitting_op
     from pcgsvc.ops.support import Support
     from pcgsvc.ops.true_rows import true_rows
-    from pcgsvc.pipeline import build_runner
     from pcgsvc.serve.dispatch import Dispatch
     from pcgsvc.serve.runner import Runner
 
@@ -39,7 +38,7 @@ _HOMES = {
     "PcgError": "pcgsvc.errors",
     "Runner": "pcgsvc.serve.runner",
     "Support": "pcgsvc.ops.support",
-    "build_runner": "pcgsvc.pipeline",
+    "build_runner": "pcgsvc.api",
     "current_context": "pcgsvc.ops.context",
     "eager_break": "pcgsvc.ops.breaks",
     "load_config": "pcgsvc.api",

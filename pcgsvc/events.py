@@ -2,7 +2,7 @@
 
 In: a logger, an event's name, a message, fields. Out: a record with `record.event` and an attribute
 per field. Configures no handler and no level; a JSON formatter, or a filter on `record.event`, is
-the reader's. Knows nothing of what happens.
+the reader's. Long phases are timed, logged and reported to a progress listener by `Phases`.
 
 | event | level | fields |
 |---|---|---|
@@ -46,52 +46,12 @@ def log_event(
         logger.log(level, message, *args, extra={"event": event, **fields}, stacklevel=2)
 
 
-@contextlib.contextmanager
-def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[list[str]]:
-    """Log the start and the end of a phase around a block; also of one that fails.
-
-    Yields a list; what the block puts into it is said at the end as well.
-    """
-    said: list[str] = []
-    log_event(logger, logging.DEBUG, "phase_start", "%s: begins", phase, phase=phase, total=total)
-    started, ok = time.perf_counter(), False
-    try:
-        yield said
-        ok = True
-    finally:
-        seconds = time.perf_counter() - started
-        words = "%s: %.3f s%s" if ok else "%s: failed after %.3f s%s"
-        log_event(
-            logger,
-            logging.INFO,
-            "phase_end",
-            words,
-            phase,
-            seconds,
-            "".join(f", {part}" for part in said),
-            phase=phase,
-            seconds=seconds,
-            ok=ok,
-        )
-
-
-@contextlib.contextmanager
-def phase(
-    name: str, seconds: dict[str, float], progress: Progress, total: int = 1
-) -> Iterator[None]:
-    """Time a phase, report it, and log one line."""
-    progress.start(name, total)
-    started = time.perf_counter()
-    try:
-        with phase_events(logger, name, total):
-            yield
-    finally:
-        seconds[name] += time.perf_counter() - started
-        progress.stop()
+PHASES = ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total")
+"""What `Phases.seconds` always has, in the order of the report."""
 
 
 class Progress(Protocol):
-    """Hears of long phases."""
+    """Listens to long phases."""
 
     def start(self, phase: str, total: int) -> None:
         """A phase of `total` units begins."""
@@ -104,7 +64,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Progress that nobody watches."""
+    """Progress that nothing shows."""
 
     def start(self, phase: str, total: int) -> None:
         """See `Progress.start`."""
@@ -114,3 +74,66 @@ class Silent:
 
     def stop(self) -> None:
         """See `Progress.stop`."""
+
+
+class Phases:
+    """Times the phases of a job, logs them, and reports them to a progress listener.
+
+    Args:
+        progress: None for none.
+        weights_s: how long the model took to build before the first phase, in seconds.
+    """
+
+    def __init__(self, progress: Progress | None = None, weights_s: float = 0.0) -> None:
+        self.progress = progress or Silent()
+        self.seconds = {**dict.fromkeys(PHASES, 0.0), "weights": weights_s}
+        """Per phase, in seconds; a phase that runs twice is added up."""
+        self._started = time.perf_counter() - weights_s
+
+    @contextlib.contextmanager
+    def phase(self, name: str, total: int = 1) -> Iterator[list[str]]:
+        """Time a block of `total` units; log its start and its end, also if it fails.
+
+        Yields a list; what the block puts into it is logged at the end as well.
+        """
+        self.progress.start(name, total)
+        started = time.perf_counter()
+        try:
+            with phase_events(logger, name, total) as details:
+                yield details
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self.progress.stop()
+
+    def since_start(self) -> dict[str, float]:
+        """Return the seconds of every phase, `total` being the time since the job began."""
+        return {**self.seconds, "total": time.perf_counter() - self._started}
+
+
+@contextlib.contextmanager
+def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[list[str]]:
+    """Log the start and the end of a phase around a block; also of one that fails.
+
+    Yields a list; what the block puts into it is logged at the end as well.
+    """
+    details: list[str] = []
+    log_event(logger, logging.DEBUG, "phase_start", "%s: begins", phase, phase=phase, total=total)
+    started, ok = time.perf_counter(), False
+    try:
+        yield details
+        ok = True
+    finally:
+        seconds = time.perf_counter() - started
+        words = "%s: %.3f s%s" if ok else "%s: failed after %.3f s%s"
+        log_event(
+            logger,
+            logging.INFO,
+            "phase_end",
+            words,
+            phase,
+            seconds,
+            "".join(f", {part}" for part in details),
+            phase=phase,
+            seconds=seconds,
+            ok=ok,
+        )

@@ -8,12 +8,17 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from warm_helpers import Sources, Starter
+
+    from pcgsvc import Runner
 
 SCHEMA = Path(__file__).with_name("report.schema.json")
 """A copy of the contract's schema; the published report format changes only together with it."""
@@ -77,6 +82,49 @@ def clean_env(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(compiler_cache / "triton"))
     monkeypatch.setenv("MPLCONFIGDIR", str(compiler_cache / "matplotlib"))  # its list of fonts
     return root / "pcgsvc"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A cache root that does not exist yet."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def start(root: Path) -> Starter:
+    """Return a builder of runners in one cache root, which starts empty."""
+    from warm_helpers import Starter  # imports torch
+
+    return Starter(root)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Iterator[Sources]:
+    """Yield a folder for model files on the import path."""
+    from warm_helpers import source_folder  # imports torch
+
+    with source_folder(tmp_path / "sources") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Runner]:
+    """A runner that tests only call."""
+    from core_helpers import build, toy  # imports torch
+
+    with build(toy(2), sizes=[4, 8]) as runner:
+        yield runner
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    from torch import distributed
+
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture

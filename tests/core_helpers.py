@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from model_helpers import make_context
 from torch import nn
 
 import pcgsvc
+from pcgsvc.capture.plan import plan_capture
+from pcgsvc.check.verify import verify
 from pcgsvc.config import (
     AttentionConfig,
     BenchConfig,
@@ -25,7 +29,9 @@ from pcgsvc.config import (
     Outputs,
     PartitionConfig,
 )
+from pcgsvc.events import Phases
 from pcgsvc.forward.arguments import input_specs, read_arguments
+from pcgsvc.ops.context import use_context
 from pcgsvc.partition.fx import partition_fx
 from pcgsvc.program.pieces import Kind, Partition
 from pcgsvc.trace.dynamo import trace
@@ -148,6 +154,19 @@ def attended(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def device_forward(x: torch.Tensor) -> torch.Tensor:
+    """Hold a boundary that any graph may hold."""
+    out = torch.empty_like(x)
+    torch.ops.toy.device_only(x * 2, out)
+    return out + x
+
+
+def plain(module: Callable[..., Any], *args: Any) -> Any:
+    """Call a module as itself, all rows of its first argument being one request."""
+    with torch.no_grad(), use_context(make_context(None, [len(args[0])])):
+        return module(*args)
+
+
 def rows(count: int, width: int = WIDTH, seed: int = 0) -> torch.Tensor:
     """Return seeded normal rows."""
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
@@ -199,6 +218,16 @@ def build(
         dynamic_dims=dims or {"x": 0},
         config=make_config(**settings),
     )
+
+
+def verified(runner: pcgsvc.Runner, seed: int = 7) -> list[dict[str, Any]]:
+    """Verify a built runner once more, on other inputs."""
+    request = replace(runner.request, config=replace(runner.request.config, seed=seed))
+    plan = plan_capture(request, runner.model.image)
+    with runner.lock:
+        found = verify(runner.model, runner.memory, runner.table, request, plan, Phases())
+    assert found.rows is not None
+    return found.rows
 
 
 def trace_of(

@@ -75,7 +75,7 @@ def forced_logits(
     Returns:
         Logits [steps, vocab] of each text, from the prompt's last token on.
     """
-    geometry, device = runner.parts.workspace.geometry, runner.parts.workspace.device
+    geometry, device = runner.memory.geometry, runner.memory.device
     assert geometry is not None
     width = -(-max(map(len, texts)) // geometry.block_size)
     first = geometry.first_free_block

@@ -37,7 +37,7 @@ def main() -> None:
         wanted = [run(alone, ids, lens) for ids, lens in zip(calls, steps, strict=True)]
     with pcgsvc.load_runner([*WORDS, "model.moe.backend=all_to_all"]) as shared:
         got = [run(shared, ids, lens) for ids, lens in zip(calls, steps, strict=True)]
-        experts = len(shared.parts.module.layers[0].experts.down)  # type: ignore[attr-defined]
+        experts = len(shared.model.module.layers[0].experts.down)  # type: ignore[attr-defined]
         hits = shared.stats()["hits"]
     distributed.destroy_process_group()
     errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, wanted, strict=True)]

@@ -153,3 +153,14 @@ def hot_journal(root: Path, statement: str = "SELECT 1") -> None:
     subprocess.run([sys.executable, "-c", code, str(database), statement])
     journal = database.with_name("cache.db-journal")
     assert journal.stat().st_size > 0
+
+
+def damage_entry(root: Path, name: str) -> None:
+    """Flip a byte in the middle of an entry's envelope, wherever it lies."""
+    ((value, filename),) = sql(root, "SELECT value, filename FROM Cache WHERE key = ?", name)
+    data = bytearray(value if filename is None else (root / "store/db" / filename).read_bytes())
+    data[len(data) // 2] ^= 1
+    if filename is None:
+        sql(root, "UPDATE Cache SET value = ? WHERE key = ?", bytes(data), name)
+    else:
+        (root / "store/db" / filename).write_bytes(data)

@@ -458,7 +458,7 @@ class Keeps(nn.Module):
 def test_state_is_right_after_padded_calls_and_untouched_by_building(mode: str) -> None:
     module, twin = Keeps().eval(), Keeps().eval()
     with build(module, mode=mode, sizes=[4, 8]) as runner:
-        assert runner.parts.mutated == ["calls", "history", "total"]
+        assert runner.model.mutated == ("calls", "history", "total")
         for name, buffer in module.named_buffers():
             assert not buffer.any(), name
         for count in (3, 1, 8, 5, 20):

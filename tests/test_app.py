@@ -18,7 +18,7 @@ import torch
 from cli_helpers import TINY, Cli, command_line
 
 from pcgsvc import pipeline
-from pcgsvc.check.verify import verify
+from pcgsvc.check.verify import Verified, refusal, verify
 from pcgsvc.errors import VerifyError
 from pcgsvc.jobs import run as jobs
 
@@ -257,10 +257,11 @@ def test_a_users_config_yaml_is_the_primary_config_of_a_sweep(
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make verification find one wrong entry."""
 
-    def wrong(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        rows = verify(*args, **kwargs)
-        rows[0] |= {"ok": False, "max_rel_err": 0.5}
-        return rows
+    def wrong(*args: Any) -> Verified:
+        found = verify(*args)
+        assert found.rows is not None
+        found.rows[0] |= {"ok": False, "max_rel_err": 0.5}
+        return found._replace(refusal=refusal(found.rows, args[4], args[1]))
 
     monkeypatch.setattr(pipeline, "verify", wrong)
 

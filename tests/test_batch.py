@@ -220,7 +220,7 @@ def llama() -> Any:
 
 
 def state(runner: Any) -> list[torch.Tensor]:
-    workspace = runner.parts.workspace
+    workspace = runner.memory
     step = workspace.step
     return [
         *workspace.buffers.values(),

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import WIDTH, make_config, rows, toy
+from core_helpers import WIDTH, make_config, rows, toy, verified
 
 import pcgsvc
-from pcgsvc.check.verify import verify
 from pcgsvc.config import Strategy
 from pcgsvc.errors import (
     CaptureError,
@@ -20,7 +19,6 @@ from pcgsvc.errors import (
     TraceError,
     VerifyError,
 )
-from pcgsvc.forward.samples import Samples
 from pcgsvc.partition.submodules import Calls, chosen, compile_submodules, in_place, watched
 
 
@@ -57,12 +55,8 @@ def test_a_model_that_cannot_be_traced_whole_runs_and_is_verified() -> None:
     with build(module) as runner:
         partition = runner.report["partition"]
         assert (partition["num_regions"], partition["num_boundaries"]) == (2, 1)
-        assert all(e.num_graphs == 2 for e in runner.parts.table.entries.values())
-        parts = runner.parts
-        checked = verify(
-            runner.parts, Samples(parts.workspace, parts.make_inputs, seed=1, query_len=1), seed=2
-        )
-        assert [row["ok"] for row in checked] == [True, True]
+        assert all(e.num_graphs == 2 for e in runner.table.entries.values())
+        assert [row["ok"] for row in verified(runner)] == [True, True]
         for scale in (0.01, 10.0, 0.01):
             x = rows(5, seed=3) * scale
             y = module.linear(x)
@@ -79,7 +73,7 @@ def test_the_fx_strategy_names_the_line_and_the_way_out() -> None:
 def test_splitting_ops_are_breaks_and_segments_are_one_more() -> None:
     module = toy(3)
     with build(module) as runner:
-        (entry, _) = runner.parts.table.entries.values()
+        (entry, _) = runner.table.entries.values()
         assert entry.boundaries == ("toy::attend",) * 3
         assert entry.num_graphs == 4
         assert runner.report["compile"]["num_traces"] == 0

@@ -197,7 +197,7 @@ def test_sizes_above_the_limit_are_dropped_with_one_warning_and_buffers_are_of_t
     with build(toy(1), sizes=[4, 8, 64], max_size=50, mode="piecewise") as runner:
         assert [m for m in caplog.messages if "[64]" in m and "max_size=50" in m]
         assert runner.report["graphs"]["sizes"] == [4, 8]
-        assert runner.parts.workspace.max_tokens == 8
+        assert runner.memory.max_tokens == 8
         assert runner(rows(50)).shape[0] == 50
 
 
@@ -210,10 +210,10 @@ def test_two_hundred_random_sizes_capture_nothing_new() -> None:
     """D8."""
     pick = random.Random(0)
     with build(toy(1), sizes=[4, 8]) as runner:
-        before = dict(runner.parts.table.entries)
+        before = dict(runner.table.entries)
         for _ in range(200):
             runner(torch.zeros(pick.randint(1, 12), 4))
-        assert runner.parts.table.entries == before
+        assert runner.table.entries == before
         stats = runner.stats()
         assert set(stats["hits"]) == {"piecewise:4", "piecewise:8"}
         assert sum(stats["hits"].values()) + sum(f["count"] for f in stats["fallbacks"]) == 200

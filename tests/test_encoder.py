@@ -233,7 +233,7 @@ def test_a_new_start_is_warm_and_gives_the_same(
 
 
 def test_vectors_equal_transformers_for_a_batch_of_mixed_lengths(runner: pcgsvc.Runner) -> None:
-    module = runner.parts.module
+    module = runner.model.module
     assert isinstance(module, Encoder)
     ids = tokens(LENGTHS)
     runner.reset_stats()
@@ -266,7 +266,7 @@ def test_a_text_above_the_largest_size_runs_uncaptured_and_is_right(runner: pcgs
     vectors = embed_ids(runner, ids)
     assert runner.stats()["hits"] == {"piecewise:4": 2}
     assert [f["num_tokens"] for f in runner.stats()["fallbacks"]] == [40]
-    twin = transformers_twin(runner.parts.module)  # type: ignore[arg-type]
+    twin = transformers_twin(runner.model.module)  # type: ignore[arg-type]
     torch.testing.assert_close(vectors, reference_vectors(twin, ids))
 
 

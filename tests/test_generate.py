@@ -89,7 +89,7 @@ class Words:
 
 @pytest.fixture
 def spoken(any_runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch) -> pcgsvc.Runner:
-    monkeypatch.setattr(any_runner.parts, "tokenizer", Words())
+    monkeypatch.setattr(any_runner.request.bundle, "tokenizer", Words())
     return any_runner
 
 
@@ -108,7 +108,7 @@ def test_a_batch_of_prompts_gives_what_recomputing_each_gives(spoken: pcgsvc.Run
 
 def test_a_mixed_batch_of_prefill_chunk_and_decode(any_runner: pcgsvc.Runner) -> None:
     runner = any_runner
-    first = runner.parts.workspace.geometry.first_free_block  # type: ignore[union-attr]
+    first = runner.memory.geometry.first_free_block  # type: ignore[union-attr]
     tables = [list(range(first + 4 * r, first + 4 * r + 4)) for r in range(3)]
     a, b, c = [7, 8, 9, 10, 11], [60, 61, 62, 63, 64, 65], [300, 301]
 
@@ -143,8 +143,8 @@ def test_a_call_without_a_batch_is_one_new_request(any_runner: pcgsvc.Runner) ->
 
 
 def test_calls_without_a_batch_do_not_touch_the_caller_s_blocks(any_runner: pcgsvc.Runner) -> None:
-    geometry = any_runner.parts.workspace.geometry
-    attention = any_runner.parts.workspace.attention
+    geometry = any_runner.memory.geometry
+    attention = any_runner.memory.attention
     assert geometry is not None
     assert attention is not None
     mine = [cache[:, geometry.first_free_block :] for cache in attention.kv_cache]
@@ -233,7 +233,7 @@ def test_uniform_batches_of_two_tokens_use_full_graphs() -> None:
     with load(**{"capture.uniform_query_len": 2}) as runner:
         assert runner.plan(4, [2, 2]).mode.value == "full"
         assert runner.plan(4, [1, 3]).mode.value == "piecewise"
-        first = runner.parts.workspace.geometry.first_free_block  # type: ignore[union-attr]
+        first = runner.memory.geometry.first_free_block  # type: ignore[union-attr]
         a, b = [7, 8, 9, 10], [60, 61]
         tables = [[first, first + 1], [first + 2, first + 3]]
         runner(

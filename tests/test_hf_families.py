@@ -127,7 +127,7 @@ def test_teacher_forced_logits_and_greedy_tokens_equal_transformers(
     ]
     ours = forced_logits(runner, texts, PROMPTS)
     assert set(runner.stats()["hits"]) == {"piecewise:32", "full:4"}
-    model = theirs(values, runner.parts.module)
+    model = theirs(values, runner.model.module)
     for text, length, got in zip(texts, PROMPTS, ours, strict=True):
         want = their_logits(model, text)[length - 1 :]
         assert got.shape == want.shape == (STEPS, values["vocab_size"])
@@ -184,7 +184,7 @@ def test_breakable_runs_what_fx_runs(family: str, programs: Path) -> None:
     with pcgsvc.load_runner(config=config) as runner:
         (got,) = forced_logits(runner, [text], [4])
         assert set(runner.stats()["hits"]) == {"piecewise:4", "full:1"}
-        want = their_logits(theirs(shipped_config(family), runner.parts.module), text)[3:]
+        want = their_logits(theirs(shipped_config(family), runner.model.module), text)[3:]
     assert float((got - want).abs().max()) < TOLERANCE
 
 
@@ -196,5 +196,5 @@ def test_inductor_compiles_a_family(programs: Path, tmp_path: Path) -> None:
     text = list(range(5, 13))
     with pcgsvc.load_runner(config=config) as runner:
         (got,) = forced_logits(runner, [text], [4])
-        want = their_logits(theirs(values, runner.parts.module), text)[3:]
+        want = their_logits(theirs(values, runner.model.module), text)[3:]
     assert float((got - want).abs().max()) < TOLERANCE

@@ -198,11 +198,11 @@ def test_scalings_by_length_are_served_up_to_where_they_set_in(kind: str, tmp_pa
     words = ["model=hf", f"model.config={path}", "compiler=eager", "capture.sizes=[1,4]"]
     text = list(range(3, longest + 3))
     with pcgsvc.load_runner([*words, "cache.mode=off", "device=cpu"]) as runner:
-        geometry = runner.parts.workspace.geometry
+        geometry = runner.memory.geometry
         assert geometry is not None
         assert geometry.max_model_len == longest
         (got,) = forced_logits(runner, [text], [4])
-        module: Any = runner.parts.module
+        module: Any = runner.model.module
     source = open_source(ModelConfig(name="hf", config=str(path)))
     model = transformers.AutoModelForCausalLM.from_config(source.config).eval()
     model.load_state_dict(module.model.state_dict())
@@ -228,7 +228,7 @@ def facts(path: Path) -> dict[str, Any]:
         bundle.module,
         input_specs(bundle.make_inputs(2, torch.Generator()), bundle.dynamic_dims),
         {},
-        CPU,
+        {},
         bundle.facts,
     )
 
@@ -282,7 +282,7 @@ def test_positions_begin_where_transformers_begins_them(kind: str, tmp_path: Pat
     words += ["compiler=eager", "device=cpu", "model.reference_check=false", "capture.sizes=[4]"]
     with pcgsvc.load_runner(words) as runner:
         (got,) = forced_logits(runner, [list(range(3, 11))], [4])
-        want = their_logits(theirs(values, runner.parts.module), range(3, 11))[3:]
+        want = their_logits(theirs(values, runner.model.module), range(3, 11))[3:]
     assert float((got - want).abs().max()) < 1e-4
 
 

@@ -248,7 +248,8 @@ def test_every_setting_of_float32_precision_counts_and_none_makes_the_facts_fail
 
 def module_key(module: Callable[..., Any], *inputs: InputSpec, **constants: Any) -> str:
     given = inputs or (spec(),)
-    return key_of(program_facts(resolved(), module, given, constants, CPU))
+    environment = environment_facts(resolved(), CPU)
+    return key_of(program_facts(resolved(), module, given, constants, environment))
 
 
 def spec(shape: tuple[int, ...] = (2, WIDTH), dim: int | None = 0, **kind: Any) -> InputSpec:
@@ -304,13 +305,13 @@ def test_a_sparse_buffer_has_a_signature() -> None:
 
 def test_the_key_of_a_piece_holds_the_identities_of_its_ops() -> None:
     def key(**ops: str) -> str:
-        return key_of(piece_facts("abc", resolved(), CPU, num_outputs=1, ops=ops))
+        return key_of(piece_facts("abc", resolved(), {}, num_outputs=1, ops=ops))
 
     assert len({key(), key(a="1"), key(a="2"), key(b="1")}) == 4
 
 
 def test_facts_are_json_and_survive_it() -> None:
-    found = program_facts(resolved(), toy(1), [spec()], {"scale": {1, 2}}, CPU)
+    found = program_facts(resolved(), toy(1), [spec()], {"scale": {1, 2}}, {})
     assert json.loads(json.dumps(found)) == found
 
 
@@ -321,8 +322,11 @@ import json, sys, torch
 sys.path.insert(0, {tests!r})
 from core_helpers import toy
 from test_keys import CPU, resolved, spec
+from pcgsvc.compilers.environment import environment_facts
 from pcgsvc.program.facts import program_facts
-print(json.dumps(program_facts(resolved({compiler!r}), toy(1), [spec()], {{}}, CPU)))
+config = resolved({compiler!r})
+environment = environment_facts(config, CPU)
+print(json.dumps(program_facts(config, toy(1), [spec()], {{}}, environment)))
 """
 
 

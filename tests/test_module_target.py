@@ -244,7 +244,7 @@ def test_weights_are_loaded_and_seeds_make_random_ones(user: Path, tmp_path: Pat
 
     def result(*more: str) -> torch.Tensor:
         with pcgsvc.load_runner([*words, *more]) as runner:
-            assert not runner.parts.module.training  # type: ignore[attr-defined]
+            assert not runner.model.module.training  # type: ignore[attr-defined]
             out: torch.Tensor = runner(torch.ones(3, 4))
             return out
 

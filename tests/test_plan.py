@@ -32,14 +32,13 @@ from pcgsvc.forward.request import Planned, Request, arguments_of
 from pcgsvc.jobs.plan import planner
 from pcgsvc.jobs.plan.planner import Plan, plan
 from pcgsvc.jobs.plan.pool import MIB, Event, Pool
-from pcgsvc.jobs.plan.section import plan_section
+from pcgsvc.jobs.plan.section import plan_report, plan_section
 from pcgsvc.jobs.plan.tracked import Tracked
 from pcgsvc.jobs.preflight import check
 from pcgsvc.jobs.run import run_job
 from pcgsvc.models import catalog
 from pcgsvc.report import plan_files, plan_svg
 from pcgsvc.report.fold import fold
-from pcgsvc.report.report import plan_report
 
 SMALL = ["model.num_layers=2", "capture.sizes=[1,4]", "device=cpu", "compiler=eager"]
 NO_CUDA = pytest.mark.skipif(
@@ -66,12 +65,12 @@ def run_of(*overrides: str) -> dict[str, Any]:
 
 def test_a_plan_gives_the_pieces_and_hashes_of_a_build_without_any_weights() -> None:
     done = planned(*SMALL)
-    module = done.built.request.bundle.module
+    module = done.request.bundle.module
     assert isinstance(module, nn.Module)
     tensors = [*module.parameters(), *module.buffers()]
     assert tensors
     assert not any(map(torch_private.has_memory, tensors))
-    report, real = plan_report(done.built), run_of(*SMALL)
+    report, real = plan_report(done), run_of(*SMALL)
     assert report["partition"] == real["partition"]
     assert report["mode"] == real["mode"]
     assert done.graphs() == {
@@ -113,7 +112,7 @@ def test_the_estimate_of_an_untraced_full_graph_leaves_nothing_out() -> None:
 def test_weights_buffers_and_cache_are_those_of_a_build() -> None:
     done = planned(*SMALL)
     with pcgsvc.load_runner([*SMALL, "cache.mode=off"]) as runner:
-        workspace = runner.parts.workspace
+        workspace = runner.memory
         assert workspace.attention is not None
         cache = sum(t.nbytes for t in workspace.attention.kv_cache)
         buffers = sum(t.nbytes for t in workspace.buffers.values()) + workspace.step.num_bytes
@@ -133,7 +132,7 @@ def test_sizes_chosen_for_traffic_are_planned(tmp_path: Path) -> None:
     traffic = tmp_path / "traffic.csv"
     traffic.write_text("num_tokens,count\n3,9\n7,5\n40,2\n")
     done = planned("model.num_layers=2", f"capture.sizes=auto:{traffic}")
-    assert done.built.sizes == [3, 7, 40]
+    assert done.capture.sizes == [3, 7, 40]
 
 
 def test_a_plan_says_what_each_mode_would_become() -> None:
@@ -179,12 +178,12 @@ def test_a_forward_that_is_not_traced_is_said_to_be_run() -> None:
 @NO_CUDA
 def test_a_gpu_can_be_planned_for_where_there_is_none() -> None:
     done = planned("model.num_layers=2", "device=cuda")
-    config = done.built.request.config
+    config = done.request.config
     assert (config.dtype, config.capture.max_size) == ("bfloat16", 512)
     section = plan_section(done)
     assert (section["device"], section["traced_on"]) == ("cuda:0", "cpu")
     assert any("which this machine lacks" in note for note in section["notes"])
-    assert "not on this machine" in plan_report(done.built)["device"]
+    assert "not on this machine" in plan_report(done)["device"]
     with pytest.raises(ConfigError, match="Use device=cpu"):
         device_of(compose(["device=cuda", "job=compile"]))
 
@@ -192,7 +191,7 @@ def test_a_gpu_can_be_planned_for_where_there_is_none() -> None:
 @NO_CUDA
 def test_the_inductor_strategy_is_planned_with_the_boundaries_of_fx() -> None:
     done = planned("model.num_layers=2", "device=cuda", "partition.strategy=inductor")
-    partition = plan_report(done.built)["partition"]
+    partition = plan_report(done)["partition"]
     assert (partition["num_regions"], partition["num_boundaries"]) == (3, 2)
     assert partition["num_unique_pieces"] == 3  # one artifact: no region is used twice
     assert done.graphs()["piecewise"]["per_entry"] == 3
@@ -265,7 +264,7 @@ def test_a_constructor_that_reads_values_is_run_for_real_with_a_warning(family: 
     done = planned("model=two_regions", "device=cpu", "mode=piecewise")
     section = plan_section(done)
     assert section["weights_in_memory"] is True
-    (warning,) = [w for w in done.built.warnings if "weights in memory" in w]
+    (warning,) = [w for w in done.warnings if "weights in memory" in w]
     assert "its constructor needs them" in warning
     assert section["graphs"]["by_mode"]["piecewise"]["per_entry"] == 2
     with pytest.raises(ConfigError, match=r"strict=true.*weights in memory"):

@@ -379,7 +379,7 @@ def test_greedy_tokens_of_three_prompts_in_one_batch_equal_transformers(
     overrides += ["capture.sizes=[4,32]", "capture.self_check=false", "device=cpu"]
     overrides += ["capture.warmup_calls=1"]
     with pcgsvc.load_runner(overrides) as runner:
-        tokenizer = runner.parts.tokenizer
+        tokenizer = runner.request.bundle.tokenizer
         prompts = [tokenizer.encode_chat(text) for text in PROMPTS]
         assert len({len(ids) for ids in prompts}) == 3
         ours = generate_ids(runner, prompts, NEW_TOKENS)

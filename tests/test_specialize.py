@@ -92,8 +92,7 @@ def test_other_compilers_and_strategies_refuse_it() -> None:
 
 def test_a_piece_s_facts_have_its_own_size_and_not_the_list_of_them() -> None:
     def key(sizes: list[int], size: int | None = None) -> str:
-        device = torch.device("cpu")
-        return key_of(piece_facts("p", checked(sizes), device, num_outputs=1, ops={}, size=size))
+        return key_of(piece_facts("p", checked(sizes), {}, num_outputs=1, ops={}, size=size))
 
     assert key([]) == key([4])
     assert len({key([4]), key([4], 4), key([4], 8)}) == 3
@@ -204,7 +203,7 @@ def cold(starts: Starts) -> Iterator[pcgsvc.Runner]:
 def test_every_size_gives_what_the_module_gives(starts: Starts, cold: pcgsvc.Runner) -> None:
     for count in (4, 8, 11):  # specialised, general, uncaptured
         torch.testing.assert_close(cold(rows(count)), starts.wanted(rows(count)))
-    general = cold.parts.program
+    general = cold.model.program
     assert general.for_size(8) is general
     special = general.for_size(4)
     assert set(special.pieces) == set(general.pieces)
@@ -217,7 +216,7 @@ def test_the_exact_artifact_runs_where_nothing_is_captured(
     starts: Starts, cold: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = sizes_asked_for(monkeypatch)
-    monkeypatch.setattr(cold.parts.dispatch, "find", lambda *args: None)
+    monkeypatch.setattr(cold.dispatch, "find", lambda *args: None)
     torch.testing.assert_close(cold(rows(4)), starts.wanted(rows(4)))
     assert asked == [4]
 
@@ -232,7 +231,7 @@ def test_a_warm_start_compiles_nothing_and_captures_the_exact_artifact(
         done = warm.report["compile"]
         assert (done["start"], done["num_traces"], done["num_compiled"]) == ("warm", 0, 0)
         assert done["num_loaded"] == cold.report["compile"]["num_compiled"]
-        general = warm.parts.program
+        general = warm.model.program
         assert general.for_size(4) is not general
         for count in (4, 8, 11):
             assert torch.equal(warm(rows(count)), cold(rows(count)))

@@ -96,7 +96,7 @@ def steps(geometry: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, pcgsvc.Ba
 def expected() -> list[torch.Tensor]:
     """What plain execution gives, step by step."""
     with runner_of("varlen") as runner:
-        geometry = runner.parts.workspace.geometry
+        geometry = runner.memory.geometry
         return [runner(ids, at, batch=batch) for ids, at, batch in steps(geometry)]
 
 
@@ -137,7 +137,7 @@ def test_every_mode_on_every_support_level_serves_each_batch_as_the_table_says(
                 level == "UNIFORM_SINGLE_TOKEN_DECODE" and query_len == 2
             )
         served = []
-        geometry = runner.parts.workspace.geometry
+        geometry = runner.memory.geometry
         for (ids, at, batch), plain in zip(steps(geometry), expected, strict=True):
             lens = list(batch.query_lens)
             uniform = set(lens) == {query_len}
@@ -157,7 +157,7 @@ def test_every_mode_on_every_support_level_serves_each_batch_as_the_table_says(
                 assert size >= len(ids)
             served.append(plan.mode.value)
         assert set(served) == {decode, mixed}
-        backend = runner.parts.workspace.attention
+        backend = runner.memory.attention
         if isinstance(backend, (UniformBatch, SingleToken)):
             assert set(backend.captured) == ({query_len} if decode == "full" else set())
 
@@ -242,9 +242,9 @@ def test_a_backend_that_plans_on_the_host_is_right_over_changing_lengths(
     mode: str, expected: list[torch.Tensor]
 ) -> None:
     with runner_of("toy_host_planned", mode) as runner:
-        backend = runner.parts.workspace.attention
+        backend = runner.memory.attention
         assert isinstance(backend, HostPlanned)
-        geometry = runner.parts.workspace.geometry
+        geometry = runner.memory.geometry
         for (ids, at, batch), plain in zip(steps(geometry), expected, strict=True):
             backend.plans.clear()
             plan = runner.plan(len(ids), list(batch.query_lens))
@@ -258,16 +258,16 @@ def test_each_run_of_a_build_is_planned_once_and_none_while_a_segment_is_capture
     mode: str,
 ) -> None:
     with runner_of("toy_host_planned", mode) as runner:
-        backend = runner.parts.workspace.attention
+        backend = runner.memory.attention
         assert isinstance(backend, HostPlanned)
         assert backend.in_segment == 0
         # Warm-ups, capture runs, and the plain runs that replays are compared with; replays of a
         # full graph do not come by in Python, so that they have plans without a run.
         runs = backend.steps
         assert len(runs) == len(set(runs)), "two runs had one plan"
-        entries = len(runner.parts.table.entries)
+        entries = len(runner.table.entries)
         assert len(runs) >= 4 * entries
-        full = sum(key[0] is Mode.FULL for key in runner.parts.table.entries)
+        full = sum(key[0] is Mode.FULL for key in runner.table.entries)
         assert len(backend.plans) == len(runs) + full
 
 
@@ -280,7 +280,7 @@ def test_a_plan_that_raises_leaves_the_runner_usable(monkeypatch: pytest.MonkeyP
             raise RuntimeError("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(runner.parts.workspace.attention, "plan", fails)
+            patch.setattr(runner.memory.attention, "plan", fails)
             with pytest.raises(RuntimeError, match="no room"):
                 runner(ids, ids)
         assert torch.equal(runner(ids, ids), before)
@@ -339,4 +339,4 @@ def test_an_installed_package_names_its_backend_by_an_entry_point(
 
 def test_a_registered_backend_is_chosen_by_its_name() -> None:
     with runner_of("toy_uniform_batch", "full_and_piecewise") as runner:
-        assert type(runner.parts.workspace.attention) is UniformBatch
+        assert type(runner.memory.attention) is UniformBatch

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from pcgsvc import pipeline
-from pcgsvc.check.verify import verify
+from pcgsvc.check.verify import Verified, refusal, verify
 from pcgsvc.config import Config
 from pcgsvc.config.devices import device_of
 from pcgsvc.jobs import preflight
@@ -216,10 +216,11 @@ def test_sigterm_ends_a_sweep_as_control_c_does_and_means_what_it_did_before_aft
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make verification find one wrong entry."""
 
-    def wrong(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        rows = verify(*args, **kwargs)
-        rows[0] |= {"ok": False, "max_rel_err": 0.5}
-        return rows
+    def wrong(*args: Any) -> Verified:
+        found = verify(*args)
+        assert found.rows is not None
+        found.rows[0] |= {"ok": False, "max_rel_err": 0.5}
+        return found._replace(refusal=refusal(found.rows, args[4], args[1]))
 
     monkeypatch.setattr(pipeline, "verify", wrong)
 

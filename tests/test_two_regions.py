@@ -51,9 +51,9 @@ def test_it_is_one_boundary_between_two_regions(runner: pcgsvc.Runner) -> None:
     partition = runner.report["partition"]
     assert [p["kind"] for p in partition["pieces"]] == ["region", "boundary", "region"]
     assert partition["splitting_ops"] == [{"name": "pcgsvc::two_regions_attend", "count": 1}]
-    (entry,) = runner.parts.table.entries.values()
+    (entry,) = runner.table.entries.values()
     assert entry.is_region == (True, False, True)
-    assert runner.parts.workspace.max_tokens == CAPACITY
+    assert runner.memory.max_tokens == CAPACITY
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -66,8 +66,8 @@ def test_each_replay_equals_plain_execution_on_the_true_rows(
         x = rows(sum(lengths), seed=at)
         batch = pcgsvc.Batch(query_lens=lengths)
         got = runner(x, batch=batch)
-        with torch.no_grad(), use_context(runner.parts.workspace.loose_context(checked(batch, x))):
-            plain = runner.parts.module(x)
+        with torch.no_grad(), use_context(runner.memory.loose_context(checked(batch, x))):
+            plain = runner.model.module(x)
         assert torch.equal(got, plain)
         torch.testing.assert_close(got, reference(x, lengths))
     assert runner.stats()["hits"] == {"piecewise:8": 3}
@@ -91,7 +91,7 @@ def test_lengths_are_not_frozen(runner: pcgsvc.Runner) -> None:
 def test_the_bridge_is_written_in_place_and_its_padding_rows_are_zero(
     runner: pcgsvc.Runner,
 ) -> None:
-    (entry,) = runner.parts.table.entries.values()
+    (entry,) = runner.table.entries.values()
     boundary = entry.steps[1]
     runner(rows(8, seed=1), batch=pcgsvc.Batch(query_lens=[4, 4]))
     address = entry.outputs[0].data_ptr()
@@ -120,8 +120,8 @@ def test_lengths_that_cannot_be_are_refused_and_leave_the_buffers(
     runner: pcgsvc.Runner, lengths: list[Any], words: str
 ) -> None:
     runner(rows(8, seed=3), batch=pcgsvc.Batch(query_lens=[4, 4]))
-    workspace = runner.parts.workspace
-    (entry,) = runner.parts.table.entries.values()
+    workspace = runner.memory
+    (entry,) = runner.table.entries.values()
     held = [workspace.buffers["x"], workspace.step.query_start_loc, workspace.step.num_tokens]
     held += [workspace.step.kv_lens, *entry.outputs]
     before = [t.clone() for t in held]
@@ -134,10 +134,10 @@ def test_lengths_above_capacity_are_refused_when_nothing_else_may_serve_them() -
     with pcgsvc.load_runner([*OVERRIDES, "on_uncovered=error"]) as runner:
         x = rows(8, seed=1)
         runner(x, batch=pcgsvc.Batch(query_lens=[4, 4]))
-        before = runner.parts.workspace.buffers["x"].clone()
+        before = runner.memory.buffers["x"].clone()
         with pytest.raises(pcgsvc.PcgError, match="9 rows"):
             runner(rows(9, seed=2), batch=pcgsvc.Batch(query_lens=[5, 4]))
-        assert torch.equal(runner.parts.workspace.buffers["x"], before)
+        assert torch.equal(runner.memory.buffers["x"], before)
 
 
 def test_lengths_above_capacity_run_uncaptured_otherwise(runner: pcgsvc.Runner) -> None:

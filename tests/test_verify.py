@@ -82,10 +82,10 @@ def test_report_plan_and_stats_speak_of_what_the_check_left(target: str) -> None
         assert (found.mode, found.descriptor.num_tokens) == (Mode.NONE, 1)
         assert "s > 1" in found.reason
         assert runner.stats()["never_used"] == ["full:4", "full:2"]
-        runner.parts.module.train(False)  # type: ignore[attr-defined]
+        runner.model.module.train(False)  # type: ignore[attr-defined]
         for rows in (1, 2, 3, 1):
             x = torch.randn(rows, 4)
-            torch.testing.assert_close(runner(x), runner.parts.module(x))
+            torch.testing.assert_close(runner(x), runner.model.module(x))
         assert runner.stats()["never_used"] == []
         assert runner.stats()["fallbacks"][0]["count"] == 2
 

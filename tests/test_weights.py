@@ -57,7 +57,7 @@ def test_a_new_state_is_used_from_the_next_call_on_without_recapture(mode: str) 
     if mode == "breakable":
         config.partition.strategy = Strategy.BREAKABLE
     with pcgsvc.build_runner(module, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
-        entries = dict(runner.parts.table.entries)
+        entries = dict(runner.table.entries)
         kept = [p.data_ptr() for p in module.parameters()]
         before = runner(rows(3))
         assert runner.load_state_dict(other.state_dict()) == ([], [])
@@ -65,7 +65,7 @@ def test_a_new_state_is_used_from_the_next_call_on_without_recapture(mode: str) 
         assert not torch.equal(got, before)
         torch.testing.assert_close(got, plain(other, rows(3)))
         torch.testing.assert_close(runner(rows(9)), plain(other, rows(9)))
-        assert runner.parts.table.entries == entries
+        assert runner.table.entries == entries
         assert [p.data_ptr() for p in module.parameters()] == kept
 
 
@@ -459,7 +459,7 @@ def test_static_memory_is_compared_on_request() -> None:
         ) as runner:
             ids = torch.arange(3)
             runner(ids, ids)
-            cache = runner.parts.workspace.attention.kv_cache  # type: ignore[union-attr]
+            cache = runner.memory.attention.kv_cache  # type: ignore[union-attr]
             cache[0] = torch.zeros_like(cache[0])
             if not check:
                 runner(ids, ids)

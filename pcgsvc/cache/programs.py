@@ -15,7 +15,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from pcgsvc.program.image import (
     to_json,
 )
 from pcgsvc.program.keys import key_of
-from pcgsvc.program.pieces import Piece
+from pcgsvc.program.pieces import Piece, PieceCounts
 from pcgsvc.program.program import Boundaries, CompiledPiece, boundaries_of
 from pcgsvc.trace.rows import Document
 
@@ -56,16 +56,6 @@ MAX_VARIANTS = 8
 
 class NoProgramError(Exception):
     """There is no stored program that fits; `str()` of it is why."""
-
-
-@dataclass(kw_only=True)
-class Tally:
-    """What became of the pieces."""
-
-    compiled: int = 0
-    loaded: int = 0
-    unsaved: list[str] = field(default_factory=list)
-    """What was made and could not be written down, with the reason."""
 
 
 class Artifacts:
@@ -83,9 +73,10 @@ class Artifacts:
     ) -> None:
         self._config, self._device = config, device
         self._store, self.folder = store, folder
-        self.tally = Tally()
+        self.counts = PieceCounts()
         # Once, before anything is imported or compiled: compilers change some settings themselves.
-        self._environment = environment_facts(config, device)
+        self.environment = environment_facts(config, device)
+        """Versions, hardware and numerics flags, for facts."""
         self.specialized: dict[int, dict[str, CompiledPiece]] = {}
         """Pieces of the program for exact sizes, by size and hash."""
         self._toolchain: set[str] = set()
@@ -127,7 +118,7 @@ class Artifacts:
             except (CompileError, NoProgramError) as error:
                 reasons.append(str(error))
                 continue
-            self.tally.loaded += len(pieces) + sum(map(len, self.specialized.values()))
+            self.counts.loaded += len(pieces) + sum(map(len, self.specialized.values()))
             self._unpack_kernels(facts)
             self._files = blob.snapshot(self.folder.path)
             return image, pieces
@@ -304,13 +295,7 @@ class Artifacts:
         ops = {n: op_identity(n) if schemas is None else schemas.get(n, "absent") for n in names}
         outputs = len(document["outputs"])
         return piece_facts(
-            key,
-            self._config,
-            self._device,
-            num_outputs=outputs,
-            ops=ops,
-            size=size,
-            environment=self._environment,
+            key, self._config, self.environment, num_outputs=outputs, ops=ops, size=size
         )
 
     def _piece_keys(self, image: ProgramImage) -> list[str]:
@@ -396,7 +381,7 @@ class Artifacts:
         fresh: list[CompiledPiece] = []
 
         def build() -> Built:
-            self.tally.compiled += 1
+            self.counts.compiled += 1
             compiled, data = self._compile(piece, dump_path, size)
             fresh.append(compiled)
             return Built(data, facts)
@@ -416,11 +401,11 @@ class Artifacts:
         except _UnsavedError as error:
             self._unsaved(piece.name, str(error))
             return error.piece
-        self.tally.loaded += 1
+        self.counts.loaded += 1
         return loaded
 
     def _unsaved(self, what: str, why: str) -> None:
-        self.tally.unsaved.append(f"{what} cannot be written down: {why}")
+        self.counts.unsaved.append(f"{what} cannot be written down: {why}")
         logger.warning("cache: %s cannot be written down: %s", what, why)
 
     def _compile(

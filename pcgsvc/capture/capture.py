@@ -1,6 +1,6 @@
 """Capture: a program -> one entry per (mode, size), largest size first, in one pool.
 
-In: a program, a workspace, an engine and the entries wanted. Out: `GraphTable`. Knows nothing of
+In: a compiled model, its workspace and the entries wanted. Out: `GraphTable`. Knows nothing of
 compilers, disks or how a call finds its entry.
 """
 
@@ -11,30 +11,26 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from pcgsvc import torch_private
 from pcgsvc.capture.cuda import CudaEngine
-from pcgsvc.capture.plan import BatchDescriptor
+from pcgsvc.capture.plan import CapturePlan, EntryKey
 from pcgsvc.capture.recorded import RecordedEngine
-from pcgsvc.capture.session import Entry, Session
-from pcgsvc.config import Mode
+from pcgsvc.capture.session import Engine, Entry, Session
+from pcgsvc.config import Config, Mode
 from pcgsvc.errors import CaptureError, PcgError
-from pcgsvc.events import log_event
-from pcgsvc.forward.batch import CheckedBatch
-from pcgsvc.forward.specs import SizePredicate
+from pcgsvc.events import Phases, log_event
+from pcgsvc.forward.samples import Samples
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import ForwardContext, use_context
 from pcgsvc.ops.registry import traced_name
+from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Direct, Program
 
 logger = logging.getLogger(__name__)
-
-Key = tuple[Mode, BatchDescriptor]
 
 _OWN_FOLDER = str(Path(__file__).parent)
 
@@ -43,11 +39,9 @@ _OWN_FOLDER = str(Path(__file__).parent)
 class GraphTable:
     """The captured entries of one runner. In this process only: never written to disk."""
 
-    entries: dict[Key, Entry] = field(default_factory=dict)
+    entries: dict[EntryKey, Entry] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
     """Sizes for which something wanted was not captured, with the reason."""
-    owned: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
-    """Recorded graphs: memory that each entry's segments allocated, for `debug.poison`."""
     warmup_seconds: float = 0.0
     capture_seconds: float = 0.0
     pool_bytes: int = 0
@@ -55,185 +49,209 @@ class GraphTable:
     device_bytes: int = 0
     """How much free device memory fell while capturing, driver memory included."""
 
+    @property
+    def num_graphs(self) -> int:
+        """Captured segments of all entries."""
+        return sum(entry.num_graphs for entry in self.entries.values())
 
-@dataclass(frozen=True, kw_only=True)
-class CaptureOptions:
-    """What capture needs to know of the config."""
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes that have an entry, ascending."""
+        return sorted({descriptor.num_tokens for _, descriptor in self.entries})
 
-    warmup_calls: int
-    memory_budget: int | None
-    uniform_query_len: int
-    profile_ranges: bool = False
+    def skip(self, key: EntryKey, reason: str) -> None:
+        """Note why an entry is not there; of several reasons for a size, the first."""
+        mode, descriptor = key
+        self.skipped.setdefault(descriptor.num_tokens, f"{mode.value}: {reason}")
+
+    def without(self, reasons: dict[EntryKey, str]) -> GraphTable:
+        """Return the table without some entries, which are then skipped for these reasons."""
+        left = GraphTable(
+            entries={key: e for key, e in self.entries.items() if key not in reasons},
+            skipped=dict(self.skipped),
+            warmup_seconds=self.warmup_seconds,
+            capture_seconds=self.capture_seconds,
+            pool_bytes=self.pool_bytes - sum(self.entries[key].owned_bytes for key in reasons),
+            device_bytes=self.device_bytes,
+        )
+        for key, reason in reasons.items():
+            left.skip(key, reason)
+        return left
 
 
-def capture_entries(
-    program: Program,
-    workspace: Workspace,
-    engine: CudaEngine | RecordedEngine,
-    wanted: Sequence[Key],
-    *,
-    predicate: SizePredicate,
-    options: CaptureOptions,
-    prepare: Callable[[BatchDescriptor], CheckedBatch],
-    on_entry: Callable[[Key], None] = lambda key: None,
+def capture(
+    model: CompiledModel,
+    memory: Workspace,
+    plan: CapturePlan,
+    samples: Samples,
+    phases: Phases,
 ) -> GraphTable:
-    """Capture every wanted entry that can be captured.
+    """Capture every planned entry that can be captured.
 
     Args:
-        program: compiled.
-        workspace: static memory; its inputs are overwritten.
-        engine: what captures; its pool belongs to the runner.
-        wanted: entries, largest size first.
-        predicate: sizes that break it are skipped.
-        options: see `CaptureOptions`.
-        prepare: loads valid inputs for a descriptor and returns its batch; may raise `BatchError`
-            or `ConfigError` to refuse a size.
-        on_entry: told of each entry that was tried.
+        model: compiled.
+        memory: static memory of the runner; its inputs are overwritten.
+        plan: the entries, largest size first.
+        samples: source of valid inputs and batches.
+        phases: `capture` is timed; one unit per entry.
+
+    Returns:
+        Graphs by mode and size. Results of an entry alias graph memory and are overwritten by the
+        next replay of any entry; the memory lives as long as any of the entries.
 
     Raises:
         CaptureError: nothing at all could be captured, or the device is broken.
     """
     table = GraphTable()
-    free = _free_bytes(workspace)
+    if not plan.entries and not plan.invalid:
+        return table
     failures: list[CaptureError] = []
-    with _collector_held():
-        for key in wanted:
-            broken = predicate.broken_by(key[1].num_tokens)
-            if broken is not None:
-                _skip(table, key, f"the traced graph is not valid for it: {broken}")
-            else:
-                try:
-                    _capture_one(program, workspace, engine, key, table, options, prepare)
-                except PcgError as error:
-                    _skip(table, key, str(error))
-                    if isinstance(error, CaptureError):
-                        failures.append(error)
-            on_entry(key)
-    if wanted and failures and not table.entries:
+    for key, reason in plan.invalid:
+        _skip(table, key, reason)
+    engine = make_engine(memory, plan.config)
+    recorder = _Recorder(model.program, memory, engine, samples, plan.config)
+    free = engine.free_bytes()
+    total = len(plan.entries)
+    with phases.phase("capture", total) as details, memory.on_stream(), _collector_held():
+        for key in plan.entries:
+            try:
+                recorder.record(key, table)
+            except PcgError as error:
+                _skip(table, key, str(error))
+                failures += [error] if isinstance(error, CaptureError) else []
+            phases.progress.advance()
+        owned_bytes = sum(entry.owned_bytes for entry in table.entries.values())
+        table.pool_bytes = engine.pool_bytes() + owned_bytes
+        table.device_bytes = max(0, free - engine.free_bytes())
+        details += _details(table, engine)
+    if failures and not table.entries:
         raise failures[0]
-    table.pool_bytes = _pool_bytes(engine, table)
-    table.device_bytes = max(0, free - _free_bytes(workspace))
     return table
 
 
-def _capture_one(
-    program: Program,
-    workspace: Workspace,
-    engine: CudaEngine | RecordedEngine,
-    key: Key,
-    table: GraphTable,
-    options: CaptureOptions,
-    prepare: Callable[[BatchDescriptor], CheckedBatch],
-) -> None:
-    mode, descriptor = key
-    size = descriptor.num_tokens
-    program = program.for_size(size)
-    before = _free_bytes(workspace)
-    batch = prepare(descriptor)
-    query_len = options.uniform_query_len if descriptor.uniform else None
+def make_engine(memory: Workspace, config: Config) -> Engine:
+    """Return what captures segments on the workspace's device."""
+    if memory.stream is not None:
+        return CudaEngine(memory.stream, config.capture.error_mode.value)
+    return RecordedEngine()
 
-    def step() -> ForwardContext:
-        """Return the context of one run; every run is planned anew, as every call is."""
-        return workspace.context(batch, size, query_len, in_full_graph=mode is Mode.FULL)
 
-    values = workspace.values(workspace.views(size), size)
-    started = time.perf_counter()
-    # Boundaries may launch other kernels for uniform batches: those are warmed up as well.
-    if not any(k[1] == descriptor for k in table.entries):
+@dataclass(frozen=True)
+class _Recorder:
+    """Captures one entry after the other with the same program, memory and engine."""
+
+    program: Program
+    memory: Workspace
+    engine: Engine
+    samples: Samples
+    config: Config
+
+    def record(self, key: EntryKey, table: GraphTable) -> None:
+        """Warm an entry up, capture it, and put it into the table, or leave nothing of it.
+
+        Raises:
+            CaptureError: it cannot be captured.
+            PcgError: there is no batch of its size, or `capture.memory_budget` would be passed.
+        """
+        program = self.program.for_size(key[1].num_tokens)
+        free = self.engine.free_bytes()
+        step, values = self._prepared(key)
+        # Boundaries may launch other kernels for uniform batches: those are warmed up as well.
+        is_warm = any(captured[1] == key[1] for captured in table.entries)
+        started = time.perf_counter()
+        if not is_warm:
+            self._warm_up(program, values, step, key)
+        warmed = time.perf_counter()
+        table.warmup_seconds += warmed - started
+        entry = self._capture(program, values, step, key, pool_in_use=bool(table.entries))
+        table.capture_seconds += time.perf_counter() - warmed
+        _check_boundaries(program, entry, key)
+        used = max(0, free - self.engine.free_bytes()) + entry.owned_bytes + table.device_bytes
+        budget = self.config.capture.memory_budget
+        if budget is not None and used > budget:
+            del entry
+            if not table.entries:
+                self.engine.discard_pool()
+            raise PcgError(
+                f"capture.memory_budget={budget} bytes would be passed: {used} bytes with this "
+                "entry"
+            )
+        table.device_bytes = used
+        table.entries[key] = entry
+        _log_entry(key, entry)
+
+    def _prepared(self, key: EntryKey) -> tuple[Callable[[], ForwardContext], list[object]]:
+        """Load valid inputs; return what makes a run's context, and the program's bound values."""
+        mode, descriptor = key
+        size, memory = descriptor.num_tokens, self.memory
+        batch = self.samples.batch(size, uniform=descriptor.uniform)
+        memory.load(self.samples.inputs(size), size, size)
+        query_len = self.config.capture.uniform_query_len if descriptor.uniform else None
+
+        def step() -> ForwardContext:
+            """Return the context of one run; every run is planned anew, as every call is."""
+            return memory.context(batch, size, query_len, in_full_graph=mode is Mode.FULL)
+
+        return step, memory.values(memory.views(size), size)
+
+    def _warm_up(
+        self,
+        program: Program,
+        values: list[object],
+        step: Callable[[], ForwardContext],
+        key: EntryKey,
+    ) -> None:
+        """Run plainly, so that lazy initialisation and autotuning happen outside graphs."""
         try:
-            warm_up(program, values, step, options.warmup_calls)
+            for _ in range(self.config.capture.warmup_calls):
+                with use_context(step()):
+                    program.run(values, Direct())
         except PcgError:
             raise
         except Exception as error:
-            if isinstance(engine, CudaEngine):
-                _probe(error)
+            self.engine.probe(error)
+            first = (str(error).strip().splitlines() or [""])[0]
             raise CaptureError(
-                f"warming up {mode.value} size {size} failed: {type(error).__name__}: "
-                f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                f"warming up {_words(key)} failed: {type(error).__name__}: {first}"
             ) from error
-    warmed = time.perf_counter()
-    table.warmup_seconds += warmed - started
-    with use_context(step()) as context:
-        entry = _record(
-            program,
-            engine,
-            context,
-            values,
-            key,
-            pool_in_use=bool(table.entries),
-            ranges=options.profile_ranges,
-        )
-        table.capture_seconds += time.perf_counter() - warmed
-    _check_boundaries(program, entry, key)
-    owned = engine.take_owned() if isinstance(engine, RecordedEngine) else []
-    taken = before - _free_bytes(workspace) if not owned else sum(map(_bytes, owned))
-    used = table.device_bytes + max(0, taken)
-    if options.memory_budget is not None and used > options.memory_budget:
-        del entry
-        if isinstance(engine, CudaEngine) and not table.entries:
-            engine.renew_pool()
-            torch.cuda.empty_cache()
-        raise PcgError(
-            f"capture.memory_budget={options.memory_budget} bytes would be passed: {used} bytes "
-            "with this entry"
-        )
-    table.device_bytes = used
-    table.entries[key] = entry
-    table.owned[key] = owned
-    log_event(
-        logger,
-        logging.DEBUG,
-        "capture",
-        "captured %s size %d: %d graphs",
-        mode.value,
-        size,
-        entry.num_graphs,
-        mode=mode.value,
-        size=size,
-        uniform=descriptor.uniform,
-        graphs=entry.num_graphs,
-    )
+
+    def _capture(
+        self,
+        program: Program,
+        values: list[object],
+        step: Callable[[], ForwardContext],
+        key: EntryKey,
+        *,
+        pool_in_use: bool,
+    ) -> Entry:
+        """Capture one entry, or leave nothing of it behind and say why."""
+        engine, ranges = self.engine, self.config.debug.profile_ranges
+        with use_context(step()) as context:
+            breaks = key[0] is Mode.PIECEWISE
+            session = Session(engine, context, breaks=breaks, ranges=ranges)
+            try:
+                with engine.session():
+                    return session.finish(program.run(values, session))
+            except BaseException as error:
+                session.abort()
+                if not isinstance(error, Exception):
+                    raise
+                engine.probe(error)
+                if not pool_in_use:
+                    engine.discard_pool()
+                raise _capture_error(error, program, key) from error
 
 
-def warm_up(
-    program: Program, values: list[object], step: Callable[[], ForwardContext], calls: int
-) -> None:
-    """Run a program plainly, so that lazy initialisation and autotuning happen outside graphs."""
-    for _ in range(calls):
-        with use_context(step()):
-            program.run(values, Direct())
+def _words(key: EntryKey) -> str:
+    return f"{key[0].value} size {key[1].num_tokens}"
 
 
-def _record(
-    program: Program,
-    engine: CudaEngine | RecordedEngine,
-    context: ForwardContext,
-    values: list[object],
-    key: Key,
-    *,
-    pool_in_use: bool,
-    ranges: bool,
-) -> Entry:
-    """Capture one entry, or leave nothing of it behind and say why."""
-    mode, descriptor = key
-    session = Session(engine, context, breaks=mode is Mode.PIECEWISE, ranges=ranges)
-    try:
-        with engine.session():
-            return session.finish(program.run(values, session))
-    except BaseException as error:
-        session.abort()
-        if not isinstance(error, Exception):
-            raise
-        if isinstance(engine, CudaEngine):
-            _probe(error)
-            if not pool_in_use:
-                engine.renew_pool()
-        text = str(error).strip().split("\n")[0]
-        kind = "" if isinstance(error, PcgError) else f"{type(error).__name__}: "
-        raise CaptureError(
-            f"capturing {mode.value} size {descriptor.num_tokens} failed"
-            f"{_where(error, program)}: {kind}{text}{_way_out(text)}"
-        ) from error
+def _capture_error(error: Exception, program: Program, key: EntryKey) -> CaptureError:
+    """Say which entry failed, at which op or line, and what to do."""
+    text = str(error).strip().split("\n")[0]
+    kind = "" if isinstance(error, PcgError) else f"{type(error).__name__}: "
+    where = _where(error, program)
+    return CaptureError(f"capturing {_words(key)} failed{where}: {kind}{text}{_way_out(text)}")
 
 
 def _way_out(text: str) -> str:
@@ -258,38 +276,13 @@ def _where(error: BaseException, program: Program) -> str:
     return ""
 
 
-def _probe(cause: Exception) -> None:
-    """End the job if the device is unusable after a failed capture."""
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        raise RuntimeError(f"the GPU is unusable after a failed capture: {error}") from cause
-
-
-def _check_boundaries(program: Program, entry: Entry, key: Key) -> None:
+def _check_boundaries(program: Program, entry: Entry, key: EntryKey) -> None:
     traced = program.boundaries
     if traced is not None and tuple(map(traced_name, entry.boundaries)) != traced:
         raise CaptureError(
-            f"capturing {key[0].value} size {key[1].num_tokens}: the splitting ops hit were "
-            f"{list(entry.boundaries)}, those traced were {list(traced)}."
+            f"capturing {_words(key)}: the splitting ops hit were {list(entry.boundaries)}, those "
+            f"traced were {list(traced)}."
         )
-
-
-def _skip(table: GraphTable, key: Key, reason: str) -> None:
-    mode, descriptor = key
-    log_event(
-        logger,
-        logging.WARNING,
-        "capture_skipped",
-        "capture: %s size %d skipped: %s",
-        mode.value,
-        descriptor.num_tokens,
-        reason,
-        mode=mode.value,
-        size=descriptor.num_tokens,
-        reason=reason,
-    )
-    table.skipped.setdefault(descriptor.num_tokens, f"{mode.value}: {reason}")
 
 
 @contextlib.contextmanager
@@ -308,16 +301,28 @@ def _collector_held() -> Iterator[None]:
             gc.enable()
 
 
-def _free_bytes(workspace: Workspace) -> int:
-    """Return the device's free memory; 0 on the CPU."""
-    return torch.cuda.mem_get_info(workspace.device)[0] if workspace.stream is not None else 0
+# ---- log -----------------------------------------------------------------------------------------
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+def _skip(table: GraphTable, key: EntryKey, reason: str) -> None:
+    table.skip(key, reason)
+    words = "capture: %s skipped: %s"
+    fields = {"mode": key[0].value, "size": key[1].num_tokens, "reason": reason}
+    log_event(logger, logging.WARNING, "capture_skipped", words, _words(key), reason, **fields)
 
 
-def _pool_bytes(engine: CudaEngine | RecordedEngine, table: GraphTable) -> int:
-    if isinstance(engine, CudaEngine):
-        return engine.pool_bytes()
-    return sum(_bytes(t) for owned in table.owned.values() for t in owned)
+def _log_entry(key: EntryKey, entry: Entry) -> None:
+    fields = {
+        "mode": key[0].value,
+        "size": key[1].num_tokens,
+        "uniform": key[1].uniform,
+        "graphs": entry.num_graphs,
+    }
+    words = "captured %s: %d graphs"
+    log_event(logger, logging.DEBUG, "capture", words, _words(key), entry.num_graphs, **fields)
+
+
+def _details(table: GraphTable, engine: Engine) -> Iterable[str]:
+    yield f"{table.warmup_seconds:.3f} s of them warm-up"
+    yield f"{len(table.entries)} entries, {table.num_graphs} graphs ({engine.name})"
+    yield f"{table.pool_bytes / 2**20:.1f} MiB pool"

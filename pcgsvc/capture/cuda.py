@@ -69,7 +69,7 @@ class CudaEngine:
         if graph is None:
             return
         if not torch_private.abandon_capture(graph, self.stream.device, self.pool):
-            self.renew_pool()
+            self._new_pool()
 
     def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
         """See `Engine.run_piece`."""
@@ -89,16 +89,35 @@ class CudaEngine:
             return torch_private.alias_without_owning(tensor)
         return tensor
 
-    def renew_pool(self) -> None:
-        """Take a new pool; torch refuses a handle whose graphs are all gone."""
+    def take_owned(self) -> list[torch.Tensor]:
+        """See `Engine.take_owned`."""
+        return []
+
+    def discard_pool(self) -> None:
+        """See `Engine.discard_pool`; torch refuses a handle whose graphs are all gone."""
+        self._new_pool()
+        torch.cuda.empty_cache()
+
+    def probe(self, cause: Exception) -> None:
+        """See `Engine.probe`."""
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise RuntimeError(f"the GPU is unusable after a failed capture: {error}") from cause
+
+    def pool_bytes(self) -> int:
+        """See `Engine.pool_bytes`: what the runner's pools have mapped."""
+        return sum(end - start for start, end in torch_private.pool_ranges(self._pools))
+
+    def free_bytes(self) -> int:
+        """See `Engine.free_bytes`."""
+        return torch.cuda.mem_get_info(self.stream.device)[0]
+
+    def _new_pool(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self._pools.append(self.pool)
         self._starts, self._ends = [], []
         self._outside.clear()
-
-    def pool_bytes(self) -> int:
-        """Return the bytes of device memory that the runner's pools have mapped."""
-        return sum(end - start for start, end in torch_private.pool_ranges(self._pools))
 
     def _in_pool(self, address: int) -> bool:
         if self._find(address):

@@ -1,15 +1,16 @@
-"""Which entries are captured: the mode that a program's boundaries allow, by size.
+"""Which entries are captured: the mode that a program's boundaries allow, for every size.
 
-In: a config, a program image, an attention backend. Out: a `Resolution`, and the entries' keys.
-Knows nothing of how an entry is captured.
+In: a request and a program image. Out: a `CapturePlan`. Knows nothing of how an entry is captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pcgsvc.config import Config, Mode
+from pcgsvc.config import Config, Graphs, Mode
+from pcgsvc.forward.request import Request, attention_of
+from pcgsvc.forward.workspace import usable_sizes
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.modes import FULL, NONE, PIECEWISE, Resolution, resolve_mode
 from pcgsvc.ops.registry import find_spec
@@ -30,6 +31,57 @@ class BatchDescriptor:
     """Captured for batches in which every request has the same number of new tokens."""
 
 
+EntryKey = tuple[Mode, BatchDescriptor]
+"""What an entry is found by: `full` or `piecewise`, and what it is for."""
+
+
+@dataclass(kw_only=True)
+class CapturePlan:
+    """What becomes of the requested mode with the ops of a graph."""
+
+    config: Config
+    """What it was made from."""
+    resolution: Resolution
+    support: Support
+    """Least support of the graph's boundaries."""
+    sizes: list[int]
+    """Capture sizes, ascending."""
+    entries: list[EntryKey] = field(default_factory=list)
+    """What is captured, largest size first."""
+    invalid: list[tuple[EntryKey, str]] = field(default_factory=list)
+    """Entries that the graph is not valid for, with the reason."""
+    warnings: list[str] = field(default_factory=list)
+    """What was asked for and is not done."""
+
+
+def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
+    """Resolve the mode, and choose the entries to capture."""
+    config = request.config
+    sizes, dropped = usable_sizes(config)
+    resolution, support = resolve_boundaries(config, image, attention_of(request))
+    query_len = config.capture.uniform_query_len
+    plan = CapturePlan(
+        config=config,
+        resolution=resolution,
+        support=support,
+        sizes=sizes,
+        warnings=[
+            *resolution.reasons,
+            *dropped,
+            *no_uniform_size(resolution, sizes, query_len),
+        ],
+    )
+    if config.capture.graphs is Graphs.OFF:
+        return plan
+    for key in wanted_entries(resolution, support, sizes, query_len):
+        broken = image.predicate.broken_by(key[1].num_tokens)
+        if broken is None:
+            plan.entries.append(key)
+        else:
+            plan.invalid.append((key, f"the traced graph is not valid for it: {broken}"))
+    return plan
+
+
 def uniform_descriptor(size: int, query_len: int) -> BatchDescriptor:
     """Return the key of the entry for uniform batches of `size` rows."""
     return BatchDescriptor(size, size // query_len, True)
@@ -42,13 +94,13 @@ def general_descriptor(size: int) -> BatchDescriptor:
 
 def wanted_entries(
     resolution: Resolution, support: Support, sizes: Sequence[int], query_len: int
-) -> list[tuple[Mode, BatchDescriptor]]:
+) -> list[EntryKey]:
     """Return the entries to capture, largest size first.
 
     A full graph of an op that supports any batch serves uniform ones too; otherwise it is captured
     for uniform batches, whose sizes are multiples of `query_len`.
     """
-    wanted: list[tuple[Mode, BatchDescriptor]] = []
+    wanted: list[EntryKey] = []
     general = resolution.mixed
     for size in sorted(sizes, reverse=True):
         if general is not NONE:

@@ -218,6 +218,20 @@ class RecordedEngine:
         self._current += tensors
 
     def take_owned(self) -> list[torch.Tensor]:
-        """Return the tensors that segments allocated since the last call."""
+        """See `Engine.take_owned`."""
         owned, self._current = self._current, []
         return owned
+
+    def discard_pool(self) -> None:
+        """See `Engine.discard_pool`; recordings have none."""
+
+    def probe(self, cause: Exception) -> None:
+        """See `Engine.probe`; a failed recording breaks nothing."""
+
+    def pool_bytes(self) -> int:
+        """See `Engine.pool_bytes`."""
+        return 0
+
+    def free_bytes(self) -> int:
+        """See `Engine.free_bytes`."""
+        return 0

@@ -66,6 +66,25 @@ class Engine(Protocol):
         anything reads it, and letting go of it lets the pool reuse it.
         """
 
+    def take_owned(self) -> list[torch.Tensor]:
+        """Return what segments have allocated since the last call; empty where a pool has it."""
+
+    def discard_pool(self) -> None:
+        """Let go of the pool, of which no entry is left, and take a new one."""
+
+    def probe(self, cause: Exception) -> None:
+        """End the job if a failed capture has left the device unusable.
+
+        Raises:
+            RuntimeError: it is unusable, because of `cause`.
+        """
+
+    def pool_bytes(self) -> int:
+        """Return the bytes of device memory that graph pools have mapped; 0 without a pool."""
+
+    def free_bytes(self) -> int:
+        """Return the device's free memory in bytes; 0 where it is not counted."""
+
 
 @dataclass(kw_only=True)
 class Entry:
@@ -82,6 +101,13 @@ class Entry:
     """Splitting ops hit, in order."""
     keep: list[Any] = field(default_factory=list)
     """What must outlive the steps."""
+    owned: list[torch.Tensor] = field(default_factory=list)
+    """Recorded graphs: memory that the segments allocated, for `debug.poison`."""
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of `owned`."""
+        return sum(t.untyped_storage().nbytes() for t in self.owned)
 
     @property
     def num_graphs(self) -> int:
@@ -249,6 +275,7 @@ class Session:
             outputs=held,
             boundaries=tuple(self._boundaries),
             keep=self._keep,
+            owned=self._engine.take_owned(),
         )
 
     def abort(self) -> None:

@@ -1,12 +1,13 @@
 """Timing of captured entries, regions and boundaries apart, against plain execution.
 
-In: the parts of a runner. Out: one row per (mode, size) in the report's form. Times are
-microseconds; host time is until everything is enqueued, step time is per step of a back-to-back
-run. Knows nothing of how entries were captured.
+In: a compiled model with its captured entries. Out: one row per (mode, size) in the report's form.
+Times are microseconds; host time is until everything is enqueued, step time is per step of a
+back-to-back run. Knows nothing of how entries were captured.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,69 +15,82 @@ from typing import Any
 
 import torch
 
+from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.session import Entry
-from pcgsvc.check.verify import module_results
-from pcgsvc.config import Mode
+from pcgsvc.config import Config, Mode
 from pcgsvc.forward.samples import Samples
+from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import use_context
-from pcgsvc.serve.runner import RunnerParts
+from pcgsvc.ops.expert_group import uses_group
+from pcgsvc.program.model import CompiledModel
 
 _MAX_SECONDS = 0.2
 """A figure is taken of fewer repeats than asked for once it has taken this long (3 at least)."""
 
 
-def bench_entries(
-    parts: RunnerParts,
+def time_entries(
+    model: CompiledModel,
+    memory: Workspace,
+    table: GraphTable,
     samples: Samples,
+    config: Config,
     *,
-    repeats: int,
-    lockstep: bool = False,
     on_entry: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Time every captured entry and the module on the same inputs.
 
-    `lockstep`: take as many repeats as asked for, however long they take, since the boundaries
-    wait for other processes that must call them as often.
+    Where other processes run the same experts, as many repeats are taken as `bench.repeats` asks
+    for, however long they take: their boundaries must be called as often.
+
+    Args:
+        model: what was captured.
+        memory: the workspace that it was captured on; its inputs are overwritten.
+        table: the captured entries.
+        samples: source of valid inputs and batches.
+        config: `bench.repeats` timed calls are taken of each entry.
+        on_entry: called after each entry.
 
     Returns:
         Per entry: host_us (enqueue), step_us, plain_us (the module), region_us and boundary_us
         (only such steps of it), and a verdict on what bounds it.
     """
     rows = []
-    limit_s = float("inf") if lockstep else _MAX_SECONDS
+    limit_s = float("inf") if uses_group(config) else _MAX_SECONDS
     with torch.no_grad():
-        for (mode, descriptor), entry in parts.table.entries.items():
+        for (mode, descriptor), entry in table.entries.items():
             size = descriptor.num_tokens
             batch = samples.batch(size, uniform=descriptor.uniform)
-            with parts.workspace.on_stream():
-                parts.workspace.load(samples.inputs(size), size, size)
-                query_len = parts.config.capture.uniform_query_len if descriptor.uniform else None
-                context = parts.workspace.context(
-                    batch, size, query_len, in_full_graph=mode is Mode.FULL
-                )
-                with use_context(context):
-                    row = _time_entry(parts, entry, size, repeats, limit_s)
+            query_len = config.capture.uniform_query_len if descriptor.uniform else None
+            with memory.on_stream():
+                memory.load(samples.inputs(size), size, size)
+                full = mode is Mode.FULL
+                with use_context(memory.context(batch, size, query_len, in_full_graph=full)):
+                    plain = functools.partial(model.run_module, memory.views(size))
+                    sync = _synchronise if memory.stream is not None else _nothing
+                    row = _time_entry(entry, plain, sync, config.bench.repeats, limit_s)
             rows.append({"mode": mode.value, "size": size, **row})
             on_entry()
     return rows
 
 
 def _time_entry(
-    parts: RunnerParts, entry: Entry, size: int, repeats: int, limit_s: float
+    entry: Entry,
+    plain: Callable[[], Any],
+    sync: Callable[[], None],
+    repeats: int,
+    limit_s: float,
 ) -> dict[str, Any]:
-    views = parts.workspace.views(size)
-    sync = _synchronise if parts.workspace.stream is not None else _nothing
     pairs = list(zip(entry.steps, entry.is_region, strict=True))
     regions = [s for s, is_region in pairs if is_region]
     boundaries = [s for s, is_region in pairs if not is_region]
     host, step = time_calls(entry.steps, sync, repeats, limit_s)
     _, region = time_calls(regions, sync, repeats, limit_s)
     _, boundary = time_calls(boundaries, sync, repeats, limit_s)
-    _, plain = time_calls([lambda: module_results(parts, views)], sync, repeats, limit_s)
+    _, plain_us = time_calls([plain], sync, repeats, limit_s)
     return {
         "host_us": host,
         "step_us": step,
-        "plain_us": plain,
+        "plain_us": plain_us,
         "region_us": region,
         "boundary_us": boundary,
         "verdict": _verdict(host, step, region, boundary),

@@ -5,7 +5,9 @@ In: nothing. Out: `BUILD_LOCK`. Knows nothing of what is built.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -44,3 +46,11 @@ class _BuildLock:
 
 
 BUILD_LOCK = _BuildLock()
+
+
+@contextlib.contextmanager
+def build_modes(device: torch.device) -> Iterator[None]:
+    """Hold the build lock, with torch's modes as every build needs them, whatever the caller's."""
+    autocast = torch.autocast(device.type, enabled=False)
+    with BUILD_LOCK, torch.inference_mode(False), torch.no_grad(), autocast:
+        yield

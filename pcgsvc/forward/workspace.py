@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from pcgsvc.config import Config, listed
 from pcgsvc.config.devices import dtype_of
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.batch import CacheGeometry, CheckedBatch, StepBuffers
+from pcgsvc.forward.process import BUILD_LOCK
 from pcgsvc.forward.specs import Binding, InputSpec
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.context import ForwardContext
@@ -130,6 +131,27 @@ class Workspace:
         with torch.cuda.stream(self.stream):
             yield
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def bound(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return some of the bound tensors by name."""
+        return {name: self.tensors[name] for name in names}
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the workspace if a block raises."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of all buffers and the KV cache, and hand the stream on; twice is fine."""
+        stream, self.stream = self.stream, None
+        BUILD_LOCK.give_stream(stream)
+        self.attention, self.step = None, None  # type: ignore[assignment]
+        for held in (self.tensors, self.buffers, self._views):
+            held.clear()
 
     def static_tensors(self) -> dict[str, torch.Tensor]:
         """Return the memory that graphs were captured on, weights aside, by a name for messages."""

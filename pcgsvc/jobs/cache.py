@@ -87,24 +87,24 @@ def _explain(config: Config, store: Store, out: Console) -> None:
 
 def _hit_or_miss(request: Request, store: Store, folder: CompilerFolder) -> str:
     module, constants = request.bundle.module, request.constants
+    artifacts = Artifacts(request.config, request.device, store, folder)
     try:
         facts = program_facts(
             request.config,
             module,
             request.inputs,
             constants,
-            request.device,
+            artifacts.environment,
             request.bundle.facts,
         )
     except NotCanonicalError as error:
         return f"miss: the program cannot be stored: {error}"
-    artifacts = Artifacts(request.config, request.device, store, folder)
     key = key_of(facts)[:12]
     try:
         artifacts.load(facts, module, constants)
     except NoProgramError as error:
         return f"miss: program {key}: {error}. {explain(store, facts)}"
-    return f"hit: program {key}, {artifacts.tally.loaded} pieces"
+    return f"hit: program {key}, {artifacts.counts.loaded} pieces"
 
 
 def _check(config: Config, store: Store, out: Console) -> None:

@@ -13,24 +13,24 @@ from typing import Any
 
 from rich.console import Console
 
-from pcgsvc.check.timing import bench_entries
+from pcgsvc.check.timing import time_entries
 from pcgsvc.config import Config, Job
 from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
-from pcgsvc.events import Progress, phase, phase_events
-from pcgsvc.forward.samples import Samples
+from pcgsvc.events import Phases, Progress, phase_events
+from pcgsvc.forward.request import make_samples
 from pcgsvc.jobs.cache import cache_job
 from pcgsvc.jobs.plan.planner import plan
-from pcgsvc.jobs.plan.section import plan_section
+from pcgsvc.jobs.plan.section import plan_report
 from pcgsvc.jobs.sizes.job import sizes_job
 from pcgsvc.jobs.sizes.replay import replay
 from pcgsvc.models.request import request_of
 from pcgsvc.ops.expert_group import rank_of_process, uses_group
-from pcgsvc.pipeline import build_from_config, prepare_only
+from pcgsvc.pipeline import build_from_config, compile_only
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.existing import read_reports, rows_of
 from pcgsvc.report.plan_files import draw_plan, picture_problem
 from pcgsvc.report.progress import progress_for
-from pcgsvc.report.report import plan_report, write_report
+from pcgsvc.report.report import write_report
 from pcgsvc.report.sizes_table import show_traffic
 from pcgsvc.report.tables import console, show_place, show_report, show_text
 from pcgsvc.serve.generate import generate_ids
@@ -95,8 +95,7 @@ def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
         raise ConfigError(f"strict=true, and {problem}")
     with progress_for(out) as progress:
         done = plan(config, progress)
-    report = plan_report(done.built)
-    report["plan"] = plan_section(done)
+    report = plan_report(done)
     if problem is not None:
         logger.warning("%s", problem)
         report["warnings"].append(problem)
@@ -108,8 +107,7 @@ def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     started = time.perf_counter()
     with progress_for(out) as progress:
-        built = prepare_only(request_of(config, progress), progress)
-    report = plan_report(built)
+        report = compile_only(request_of(config, progress), progress)
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
     return _finish(report, report_path, out)
 
@@ -117,23 +115,8 @@ def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     """Build, verify every entry, time it, continue the prompt, report."""
     with progress_for(out) as progress, _verified(config, progress, report_path, out) as runner:
-        parts, report = runner.parts, runner.report
-        entries = len(parts.table.entries)
-        report["bench"] = []
-        if config.bench.enabled:
-            with phase("bench", {"bench": 0.0}, progress, total=entries):
-                report["bench"] = bench_entries(
-                    parts,
-                    Samples(
-                        parts.workspace,
-                        parts.make_inputs,
-                        seed=config.seed + 2,
-                        query_len=parts.config.capture.uniform_query_len,
-                    ),
-                    repeats=config.bench.repeats,
-                    lockstep=uses_group(config),
-                    on_entry=progress.advance,
-                )
+        report = runner.report
+        report["bench"] = _timed(runner, config, progress) if config.bench.enabled else []
         if config.traffic is not None:
             with phase_events(logger, "traffic", 0):
                 report["traffic"] = replay(runner, config, progress)
@@ -153,6 +136,16 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     return report
 
 
+def _timed(runner: Runner, config: Config, progress: Progress) -> list[dict[str, Any]]:
+    """Time every entry."""
+    samples = make_samples(runner.request, runner.memory, seed=config.seed + 2)
+    model, memory, table = runner.model, runner.memory, runner.table
+    with runner.lock, Phases(progress).phase("bench", len(table.entries)):
+        return time_entries(
+            model, memory, table, samples, runner.request.config, on_entry=progress.advance
+        )
+
+
 def _verified(config: Config, progress: Progress, report_path: Path, out: Console) -> Runner:
     """Build the runner; where it is refused, write and show the report before raising."""
     try:
@@ -165,7 +158,7 @@ def _verified(config: Config, progress: Progress, report_path: Path, out: Consol
 
 
 def _continue_prompt(runner: Runner, config: Config) -> str:
-    tokenizer = runner.parts.tokenizer
+    tokenizer = runner.request.bundle.tokenizer
     if tokenizer is None:
         raise ConfigError(
             f"prompt: model={config.model.name} has no tokenizer; use model=smollm2, or leave the "

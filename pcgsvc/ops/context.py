@@ -12,15 +12,24 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 
 from pcgsvc.errors import HostReadError, PcgError
 
-if TYPE_CHECKING:
-    from pcgsvc.ops.attention import AttentionBackend
+
+class StepAttention(Protocol):
+    """What the attention op asks of a backend; see `pcgsvc.AttentionBackend`."""
+
+    @property
+    def forward(self) -> Callable[..., None]:
+        """Attend, with q, k, v, output, layer and context."""
+
+    @property
+    def bind(self) -> Callable[..., Callable[[], None] | None]:
+        """Return a call that repeats a `forward` of these arguments, or None."""
 
 
 class ForwardContext:
@@ -74,7 +83,7 @@ class ForwardContext:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         num_tokens_tensor: torch.Tensor,
-        attention: AttentionBackend | None = None,
+        attention: StepAttention | None = None,
         extras: Mapping[str, Any] | None = None,
         uniform_query_len: int | None = None,
         in_full_graph: bool = False,

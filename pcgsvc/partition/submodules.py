@@ -20,6 +20,7 @@ from pcgsvc.errors import CompileError, ConfigError, PcgError, near
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.partition.fx import partition_fx
+from pcgsvc.program.outputs import OutputPlan
 from pcgsvc.program.pieces import Piece
 from pcgsvc.program.program import CompiledPiece, Direct, Program, program_of
 from pcgsvc.trace.dynamo import trace
@@ -185,7 +186,12 @@ def _forward(
     program = Program(program_of(traced, plan), made)
     signature = inspect.signature(sub.forward)
     tensors = {n: t for n, t in tensors_of(sub).items() if n in traced.tensors}
-    names = [spec.name for spec in specs]
+    outputs = OutputPlan(
+        leaves=traced.outputs,
+        constants=traced.constants,
+        tree=traced.out_tree,
+        specs=traced.output_specs,
+    )
     rows = [(spec.name, dim) for spec in specs for dim in spec.dims]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -195,15 +201,8 @@ def _forward(
             size if b.kind == "size" else given[b.name] if b.kind == "input" else tensors[b.name]
             for b in program.spec.bindings
         ]
-        results = program.run(values, Direct())
-        leaves = iter(
-            results[at] if kind == "graph" else given[names[at]] for kind, at in traced.outputs
-        )
-        count = len(traced.outputs) + len(traced.constants)
-        flat = [
-            traced.constants[i] if i in traced.constants else next(leaves) for i in range(count)
-        ]
-        return traced.out_tree.build(flat)
+        inputs = {spec.name: given[spec.name] for spec in specs}
+        return outputs.build(program.run(values, Direct()), inputs)
 
     return forward
 

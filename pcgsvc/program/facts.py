@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.compilers.environment import environment_facts
 from pcgsvc.config import Config
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.program.guards import (
@@ -35,7 +34,7 @@ def program_facts(
     module: Callable[..., Any],
     inputs: Sequence[InputSpec],
     constants: Mapping[str, Any],
-    device: torch.device,
+    environment: Mapping[str, Any],
     model_facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return everything that decides a program, without tracing it.
@@ -43,7 +42,13 @@ def program_facts(
     What tracing reads beyond this (attributes, closures, globals, source files) is compared when
     a stored program is loaded; see `pcgsvc.program.guards`.
 
-    `model_facts`: what the model's family adds (`ModelBundle.facts`).
+    Args:
+        config: resolved.
+        module: what is traced.
+        inputs: how its tensor inputs look.
+        constants: its other arguments.
+        environment: versions, hardware, numerics: `compilers.environment.environment_facts`.
+        model_facts: what the model's family adds (`ModelBundle.facts`).
 
     Raises:
         NotCanonicalError: a constant argument has no form that can be written down.
@@ -51,7 +56,7 @@ def program_facts(
     facts = {
         **(model_facts or {}),
         **config_facts(config),
-        **environment_facts(config, device),
+        **environment,
         "module": name_of(module),
         "module.code": _code_facts(module),
         "module.global_hooks": [hook_form(hook) for hook in torch_private.global_hooks()],
@@ -128,23 +133,21 @@ def _module_facts(module: Callable[..., Any]) -> list[Any]:
 def piece_facts(
     document_hash: str,
     config: Config,
-    device: torch.device,
+    environment: Mapping[str, Any],
     *,
     num_outputs: int,
     ops: Mapping[str, str],
     size: int | None = None,
-    environment: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what decides one compiled piece.
 
     Args:
         document_hash: of its canonical form.
         config: resolved.
-        device: what is compiled for.
+        environment: as it was before anything was compiled; see `program_facts`.
         num_outputs: how many results it has.
         ops: identities of the custom ops that it calls; the canonical form has their names only.
         size: the row count that it is compiled for; None: any.
-        environment: `environment_facts`, taken before anything was compiled; None: taken now.
     """
     facts = {
         "piece": document_hash,
@@ -156,14 +159,11 @@ def piece_facts(
     del compiler["config.compiler.specialize_sizes"]  # a piece has its own size, or none
     if size is not None:
         facts["size"] = size
-    if environment is None:
-        environment = environment_facts(config, device)
     return {**facts, **compiler, **environment}
 
 
 __all__ = [
     "NotCanonicalError",
-    "environment_facts",
     "file_digest",
     "piece_facts",
     "program_facts",

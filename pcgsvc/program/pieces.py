@@ -76,6 +76,16 @@ class Partition:
         return found
 
 
+@dataclass(kw_only=True)
+class PieceCounts:
+    """How the compiled pieces of a program came about."""
+
+    compiled: int = 0
+    loaded: int = 0
+    unsaved: list[str] = field(default_factory=list)
+    """What was compiled and cannot be stored, with the reason."""
+
+
 def graph_module(piece: Piece) -> torch.fx.GraphModule:
     """Return a region as a graph of its own, with the metas that Inductor needs."""
     graph = torch.fx.Graph()

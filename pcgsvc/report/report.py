@@ -5,120 +5,137 @@ In: the stages' results. Out: plain dicts of JSON types. Knows nothing of tables
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from pcgsvc.capture.capture import GraphTable
+from pcgsvc.capture.plan import CapturePlan
 from pcgsvc.config import Mode, to_dict
+from pcgsvc.forward.request import Request
+from pcgsvc.forward.workspace import Workspace
+from pcgsvc.ops.modes import Resolution
+from pcgsvc.program.image import ProgramImage
+from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.pieces import Kind
 from pcgsvc.report.files import write_json
+from pcgsvc.sizing.choice import SizePlan
 from pcgsvc.version import __version__
-
-if TYPE_CHECKING:
-    from pcgsvc.capture.capture import GraphTable
-    from pcgsvc.forward.workspace import Workspace
-    from pcgsvc.pipeline import Built
-    from pcgsvc.program.program import Program
-    from pcgsvc.sizing.choice import SizePlan
 
 SCHEMA = 1
 
 
-def _program(program: Program) -> dict[str, Any]:
-    return {"num_kernels": program.num_kernels(), "exact_sizes": program.exact_sizes}
-
-
-def plan_report(built: Built) -> dict[str, Any]:
-    """Return the report of the stages before capture."""
-    config, image = built.request.config, built.image
+def program_report(
+    request: Request, image: ProgramImage, plan: CapturePlan, warnings: list[str]
+) -> dict[str, Any]:
+    """Return what every report begins with: versions, config, mode, partition, guards, warnings."""
     return {
         "schema": SCHEMA,
         "pcgsvc": __version__,
         "torch": torch.__version__,
-        "device": _device(built),
-        "config": to_dict(config),
-        "mode": {
-            "requested": built.resolution.requested.value,
-            "resolved": built.resolution.resolved.value,
-            "decode": built.resolution.decode.value,
-            "mixed": built.resolution.mixed.value,
-            "reasons": list(built.resolution.reasons),
-        },
-        "partition": {
-            "strategy": config.partition.strategy.value,
-            "splitting_ops": [
-                {"name": name, "count": count}
-                | ({"reason": image.reasons[name]} if name in image.reasons else {})
-                for name, count in image.matched.items()
-            ],
-            "num_boundaries": image.count(Kind.BOUNDARY),
-            "num_regions": image.count(Kind.REGION),
-            "num_unique_pieces": image.unique_regions,
-            "pieces": [asdict(p) for p in image.pieces],
-        },
-        "compile": {
-            "compiler": config.compiler.name.value if config.compiler.name else "eager",
-            "start": built.start,
-            "num_traces": int(built.start == "cold" and bool(image.documents)),
-            "num_compiled": built.tally.compiled,
-            "num_loaded": built.tally.loaded,
-            **({} if built.program is None else _program(built.program)),
-            "seconds": dict(built.seconds),
-        },
-        "cache": dict(built.cache),
+        "device": _device(request),
+        "config": to_dict(request.config),
+        "mode": _mode_section(plan.resolution),
+        "partition": _partition_section(request.config.partition.strategy.value, image),
         "guards": {
             "size_conditions": list(image.predicate.conditions),
             "num_recorded": image.num_guards,
             "num_reread": len(image.reads),
         },
-        "warnings": list(built.warnings),
-        **({} if built.request.sizes is None else {"chosen_sizes": chosen(built.request.sizes)}),
+        "warnings": list(warnings),
+        **({} if request.sizes is None else {"chosen_sizes": chosen(request.sizes)}),
     }
 
 
-def _device(built: Built) -> str:
-    planned = built.request.planned
-    if planned is not None and planned.target != built.request.device:
+def _mode_section(resolution: Resolution) -> dict[str, Any]:
+    return {
+        "requested": resolution.requested.value,
+        "resolved": resolution.resolved.value,
+        "decode": resolution.decode.value,
+        "mixed": resolution.mixed.value,
+        "reasons": list(resolution.reasons),
+    }
+
+
+def _partition_section(strategy: str, image: ProgramImage) -> dict[str, Any]:
+    return {
+        "strategy": strategy,
+        "splitting_ops": [
+            {"name": name, "count": count}
+            | ({"reason": image.reasons[name]} if name in image.reasons else {})
+            for name, count in image.matched.items()
+        ],
+        "num_boundaries": image.count(Kind.BOUNDARY),
+        "num_regions": image.count(Kind.REGION),
+        "num_unique_pieces": image.unique_regions,
+        "pieces": [asdict(p) for p in image.pieces],
+    }
+
+
+def compile_section(
+    request: Request, model: CompiledModel, table: GraphTable, seconds: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return the report's `compile`.
+
+    Args:
+        request: what was built.
+        model: how its pieces came about.
+        table: its seconds of warm-up and capture are given apart; empty where nothing was captured.
+        seconds: of the phases.
+    """
+    times = {"warmup": table.warmup_seconds, "capture": table.capture_seconds}
+    return {
+        "compiler": compiler_of(request),
+        "start": model.start,
+        "num_traces": int(model.start == "cold" and bool(model.image.documents)),
+        "num_compiled": model.counts.compiled,
+        "num_loaded": model.counts.loaded,
+        "num_kernels": model.program.num_kernels(),
+        "exact_sizes": model.program.exact_sizes,
+        "seconds": {**seconds, **times},
+    }
+
+
+def captured_sections(plan: CapturePlan, table: GraphTable, memory: Workspace) -> dict[str, Any]:
+    """Return the report's `graphs` and `kv_cache`: what is there to serve calls."""
+    by_mode = {"piecewise": 0, "full": 0}
+    for (mode, _), entry in table.entries.items():
+        by_mode[mode.value] += entry.num_graphs
+    is_off = plan.resolution.resolved is Mode.NONE or not table.entries
+    graphs = {
+        "backend": "off" if is_off else plan.config.capture.graphs.value,
+        "num_graphs": table.num_graphs,
+        "by_mode": {k: v for k, v in by_mode.items() if v},
+        "sizes": table.sizes,
+        "skipped": [{"size": s, "reason": r} for s, r in sorted(table.skipped.items())],
+        "pool_bytes": table.pool_bytes,
+        "device_bytes": table.device_bytes,
+    }
+    if memory.geometry is None:
+        return {"graphs": graphs}
+    return {"graphs": graphs, "kv_cache": asdict(memory.geometry)}
+
+
+def compiler_of(request: Request) -> str:
+    """Return the compiler's word."""
+    name = request.config.compiler.name
+    return "eager" if name is None else name.value
+
+
+def _device(request: Request) -> str:
+    planned = request.planned
+    if planned is not None and planned.target != request.device:
         return f"{planned.target} (planned for; not on this machine)"
-    return device_words(built.request.device)
+    return device_words(request.device)
 
 
 def chosen(plan: SizePlan) -> dict[str, Any]:
     """Return how capture sizes were chosen, without the curve that `job=sizes` writes."""
     tree = plan.as_json()
     return {k: v for k, v in tree.items() if k not in ("curve", "others")}
-
-
-def build_report(built: Built, table: GraphTable, workspace: Workspace) -> dict[str, Any]:
-    """Return the report of a built runner, without verification, timings and dispatch."""
-    report = plan_report(built)
-    by_mode = {"piecewise": 0, "full": 0}
-    for (mode, _), entry in table.entries.items():
-        by_mode[mode.value] += entry.num_graphs
-    if built.resolution.resolved is Mode.NONE or not table.entries:
-        backend = "off"
-    else:
-        backend = built.request.config.capture.graphs.value
-    report["graphs"] = {
-        "backend": backend,
-        "num_graphs": sum(by_mode.values()),
-        "by_mode": {k: v for k, v in by_mode.items() if v},
-        "sizes": sorted({k[1].num_tokens for k in table.entries}),
-        "skipped": [{"size": s, "reason": r} for s, r in sorted(table.skipped.items())],
-        "pool_bytes": table.pool_bytes,
-        "device_bytes": table.device_bytes,
-    }
-    if workspace.geometry is not None:
-        cache = workspace.geometry
-        report["kv_cache"] = {
-            "block_size": cache.block_size,
-            "num_blocks": cache.num_blocks,
-            "scratch_blocks": cache.scratch_blocks,
-            "max_model_len": cache.max_model_len,
-        }
-    return report
 
 
 def device_words(device: torch.device) -> str:

@@ -10,9 +10,12 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pcgsvc.capture.plan import BatchDescriptor
+from pcgsvc.capture.plan import BatchDescriptor, EntryKey
 from pcgsvc.config import Mode
+from pcgsvc.forward.specs import SizePredicate
 from pcgsvc.ops.modes import NONE, Resolution
+
+_ANY_SIZE = SizePredicate(())
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,14 @@ class DispatchTable:
     def __init__(
         self,
         resolution: Resolution,
-        entries: Iterable[tuple[Mode, BatchDescriptor]],
+        entries: Iterable[EntryKey],
         *,
         uniform_query_len: int,
         max_reqs: int,
         skipped: dict[int, str],
+        predicate: SizePredicate = _ANY_SIZE,
     ) -> None:
-        self._resolution = resolution
+        self._resolution, self._predicate = resolution, predicate
         self._query_len = uniform_query_len
         self._max_reqs = max_reqs
         self._skipped = skipped
@@ -47,22 +51,26 @@ class DispatchTable:
         self._uniform = self._ladder(k for k in keys if k[1].uniform)
         self._general = self._ladder(k for k in keys if not k[1].uniform)
 
-    @staticmethod
-    def _ladder(keys: Iterable[tuple[Mode, BatchDescriptor]]) -> list[tuple[Mode, BatchDescriptor]]:
-        """Return by row count the next entry that is large enough (index 0 is unused)."""
+    def _ladder(self, keys: Iterable[EntryKey]) -> list[EntryKey | None]:
+        """Return by row count the next entry that is large enough (index 0 is unused).
+
+        None for row counts that the traced graph is not valid for.
+        """
         ordered = sorted(keys, key=lambda k: k[1].num_tokens)
         sizes = [k[1].num_tokens for k in ordered]
         rows = range(sizes[-1] + 1) if sizes else ()
-        return [ordered[bisect.bisect_left(sizes, n)] for n in rows]
+        return [ordered[bisect.bisect_left(sizes, n)] if self.is_valid(n) else None for n in rows]
+
+    def is_valid(self, num_tokens: int) -> bool:
+        """Whether the program may run a row count; the module itself must serve all others."""
+        return not self._predicate.conditions or self._predicate.broken_by(num_tokens) is None
 
     def is_uniform(self, query_lens: Sequence[int]) -> bool:
         """Whether every request has exactly the uniform number of new tokens."""
         first = self._query_len
         return all(n == first for n in query_lens)
 
-    def find(
-        self, num_tokens: int, num_reqs: int, uniform: bool
-    ) -> tuple[Mode, BatchDescriptor] | None:
+    def find(self, num_tokens: int, num_reqs: int, uniform: bool) -> EntryKey | None:
         """Return the entry that serves a batch, or None."""
         if num_reqs > self._max_reqs:
             return None
@@ -85,6 +93,13 @@ class DispatchTable:
 
     def why_none(self, num_tokens: int, num_reqs: int, uniform: bool) -> str:
         """Return why no entry serves a batch."""
+        reason = self._why_none(num_tokens, num_reqs, uniform)
+        broken = self._predicate.broken_by(num_tokens)
+        if broken is not None:
+            reason += f"; run by the module itself, since the traced graph needs {broken}"
+        return reason
+
+    def _why_none(self, num_tokens: int, num_reqs: int, uniform: bool) -> str:
         half = self._resolution.decode if uniform else self._resolution.mixed
         if half is NONE:
             return f"mode {self._resolution.resolved.value} captures nothing for such batches"

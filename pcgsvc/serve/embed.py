@@ -10,20 +10,17 @@ and vectors are as many as requests. What is pooled are true rows only, whatever
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from pcgsvc.errors import BatchError, ConfigError
 from pcgsvc.forward.batch import Batch
-
-if TYPE_CHECKING:
-    from pcgsvc.forward.bundle import EmbeddingSpec
-    from pcgsvc.serve.runner import Runner
+from pcgsvc.forward.bundle import EmbeddingSpec
+from pcgsvc.serve.steps import StepRunner, largest_step
 
 
-def embed(runner: Runner, texts: Sequence[str], *, truncate: bool = False) -> torch.Tensor:
+def embed(runner: StepRunner, texts: Sequence[str], *, truncate: bool = False) -> torch.Tensor:
     """Return one vector per text.
 
     Args:
@@ -48,7 +45,7 @@ def embed(runner: Runner, texts: Sequence[str], *, truncate: bool = False) -> to
     return embed_ids(runner, [spec.encode(text, limit if truncate else None) for text in texts])
 
 
-def embed_ids(runner: Runner, ids: Sequence[Sequence[int]]) -> torch.Tensor:
+def embed_ids(runner: StepRunner, ids: Sequence[Sequence[int]]) -> torch.Tensor:
     """Return one vector per list of token ids, special tokens included; see `embed`."""
     limit = _limit(runner)
     if not ids:
@@ -58,11 +55,11 @@ def embed_ids(runner: Runner, ids: Sequence[Sequence[int]]) -> torch.Tensor:
             raise BatchError(
                 f"embed: text {at} has {len(text)} tokens, 1 to {limit} are possible (the model "
                 f"takes {_spec(runner).max_length}, attention.max_model_len is "
-                f"{runner.parts.config.attention.max_model_len}); pass truncate=True to cut texts."
+                f"{runner.request.config.attention.max_model_len}); pass truncate=True to cut "
+                "texts."
             )
-    parts = runner.parts
-    most = max((k[1].num_tokens for k in parts.table.entries), default=parts.workspace.max_tokens)
-    return torch.cat([_step(runner, c) for c in _chunks(ids, most, parts.workspace.max_reqs)])
+    chunks = _chunks(ids, largest_step(runner), runner.memory.max_reqs)
+    return torch.cat([_step(runner, chunk) for chunk in chunks])
 
 
 def pool(hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -72,18 +69,19 @@ def pool(hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     return functional.normalize(mean, dim=-1)
 
 
-def _spec(runner: Runner) -> EmbeddingSpec:
-    spec = runner.parts.embedding
+def _spec(runner: StepRunner) -> EmbeddingSpec:
+    runner.ensure_open()
+    spec = runner.request.bundle.embedding
     if spec is None:
         raise ConfigError(
-            f"embed: model={runner.parts.config.model.name} gives no sentence vectors; use "
+            f"embed: model={runner.request.config.model.name} gives no sentence vectors; use "
             "model=minilm or model=encoder."
         )
     return spec
 
 
-def _limit(runner: Runner) -> int:
-    stated = runner.parts.config.attention.max_model_len
+def _limit(runner: StepRunner) -> int:
+    stated = runner.request.config.attention.max_model_len
     longest = _spec(runner).max_length
     return longest if stated is None else min(longest, stated)
 
@@ -104,10 +102,10 @@ def _chunks(
     yield chunk
 
 
-def _step(runner: Runner, chunk: Sequence[Sequence[int]]) -> torch.Tensor:
+def _step(runner: StepRunner, chunk: Sequence[Sequence[int]]) -> torch.Tensor:
     """Run one batch of whole texts and pool it."""
     lengths = [len(text) for text in chunk]
-    device = runner.parts.workspace.device
+    device = runner.memory.device
     ids = torch.tensor([token for text in chunk for token in text], device=device)
     positions = torch.tensor([at for length in lengths for at in range(length)], device=device)
     with runner.lock:  # with outputs=view, nobody may call between the run and the pooling

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pcgsvc.errors import BatchError, ConfigError
 from pcgsvc.forward.batch import Batch, CacheGeometry
-
-if TYPE_CHECKING:
-    from pcgsvc.serve.runner import Runner
+from pcgsvc.serve.steps import StepRunner, largest_step
 
 
 @dataclass(kw_only=True)
@@ -39,7 +37,11 @@ class Request:
 
 
 def generate(
-    runner: Runner, prompts: Sequence[str], max_new_tokens: int = 16, *, return_ids: bool = False
+    runner: StepRunner,
+    prompts: Sequence[str],
+    max_new_tokens: int = 16,
+    *,
+    return_ids: bool = False,
 ) -> Any:
     """Continue prompts greedily.
 
@@ -58,7 +60,8 @@ def generate(
         ConfigError: the model has no tokenizer or is no language model.
         BatchError: no prompt, an empty one, or more KV blocks needed than there are.
     """
-    tokenizer = runner.parts.tokenizer
+    runner.ensure_open()
+    tokenizer = runner.request.bundle.tokenizer
     if tokenizer is None:
         raise ConfigError(
             "generate: this model has no tokenizer. Use model=smollm2, or generate_ids(...)."
@@ -74,16 +77,16 @@ def generate(
 
 
 def generate_ids(
-    runner: Runner,
+    runner: StepRunner,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     end_ids: frozenset[int] = frozenset(),
 ) -> list[list[int]]:
     """Continue token ids greedily; an end token ends a continuation and is not part of it."""
-    parts = runner.parts
-    geometry = parts.workspace.geometry
-    if not parts.is_language_model or geometry is None:
+    runner.ensure_open()
+    geometry = runner.memory.geometry
+    if not runner.request.bundle.is_language_model or geometry is None:
         raise ConfigError("generate: the model is no language model with attention.")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise BatchError(
@@ -96,17 +99,16 @@ def generate_ids(
 
 
 def _run(
-    runner: Runner, requests: list[Request], max_new_tokens: int, end_ids: frozenset[int]
+    runner: StepRunner, requests: list[Request], max_new_tokens: int, end_ids: frozenset[int]
 ) -> None:
-    parts = runner.parts
-    most = max((k[1].num_tokens for k in parts.table.entries), default=parts.workspace.max_tokens)
-    for chunk in _chunks(requests, most, parts.workspace.max_reqs):
+    max_reqs = runner.memory.max_reqs
+    for chunk in _chunks(requests, largest_step(runner), max_reqs):
         _step(runner, chunk)
     running = requests
     while running:
         running = [r for r in running if len(r.new) < max_new_tokens and r.new[-1] not in end_ids]
-        for first in range(0, len(running), parts.workspace.max_reqs):
-            _step(runner, [(r, 1) for r in running[first : first + parts.workspace.max_reqs]])
+        for first in range(0, len(running), max_reqs):
+            _step(runner, [(r, 1) for r in running[first : first + max_reqs]])
 
 
 def _requests(
@@ -154,9 +156,9 @@ def _chunks(
         yield chunk
 
 
-def _step(runner: Runner, rows: Sequence[tuple[Request, int]]) -> None:
+def _step(runner: StepRunner, rows: Sequence[tuple[Request, int]]) -> None:
     """Run the next `count` tokens of each request; whoever is at its end gets a new token."""
-    device = runner.parts.workspace.device
+    device = runner.memory.device
     ids: list[int] = []
     positions: list[int] = []
     for request, count in rows:

@@ -12,51 +12,35 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pcgsvc.capture.capture import GraphTable
-from pcgsvc.capture.plan import BatchDescriptor
+from pcgsvc.capture.plan import EntryKey
 from pcgsvc.capture.session import Entry
-from pcgsvc.config import Config, Mode, OnUncovered, Outputs
+from pcgsvc.config import Mode, OnUncovered, Outputs
 from pcgsvc.errors import BatchError, PcgError, UncoveredError
 from pcgsvc.events import log_event
-from pcgsvc.forward.arguments import Arguments
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch, refuse_lost_context
-from pcgsvc.forward.bundle import EmbeddingSpec
+from pcgsvc.forward.request import Request
 from pcgsvc.forward.results import tensors_in
-from pcgsvc.forward.specs import InputSpec, SizePredicate
+from pcgsvc.forward.specs import InputSpec
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import reset_context, set_context, use_context
-from pcgsvc.program.outputs import OutputPlan
-from pcgsvc.program.program import Direct, Program
+from pcgsvc.ops.modes import Resolution
+from pcgsvc.program.model import CompiledModel
+from pcgsvc.program.program import Direct
 from pcgsvc.serve.dispatch import Dispatch, DispatchTable
+from pcgsvc.serve.embed import embed
+from pcgsvc.serve.generate import generate
 from pcgsvc.serve.weights import LoadedState, Weights
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
-class RunnerParts:
-    """Everything that a runner is made of; the pipeline fills it in."""
-
-    config: Config
-    module: Callable[..., Any]
-    program: Program
-    workspace: Workspace
-    table: GraphTable
-    dispatch: DispatchTable
-    predicate: SizePredicate
-    outputs: OutputPlan
-    arguments: Arguments
-    make_inputs: Callable[[int, torch.Generator], dict[str, torch.Tensor]]
-    tokenizer: Any = None
-    is_language_model: bool = False
-    embedding: EmbeddingSpec | None = None
-    mutated: list[str] = field(default_factory=list)
-    report: dict[str, Any] = field(default_factory=dict)
+def _nothing() -> None:
+    return None
 
 
 class Runner:
@@ -68,31 +52,53 @@ class Runner:
     (`outputs=view`). Use as a context manager, or `close()`.
     """
 
-    def __init__(self, parts: RunnerParts, *, at_close: Callable[[], None] = lambda: None) -> None:
-        self._parts: RunnerParts | None = parts
-        self._at_close = at_close
+    def __init__(
+        self,
+        request: Request,
+        model: CompiledModel,
+        memory: Workspace,
+        table: GraphTable,
+        resolution: Resolution,
+        report: dict[str, Any],
+        at_close: Callable[[], None] = _nothing,
+    ) -> None:
+        config = request.config
+        self.request = request
+        """What was asked for; like the next three, what the runner is made of and for our own use:
+        gone once it is closed, and to be used under `lock`."""
+        self.model, self.memory, self.table = model, memory, table
+        self.dispatch = DispatchTable(
+            resolution,
+            table.entries,
+            uniform_query_len=config.capture.uniform_query_len,
+            max_reqs=memory.max_reqs,
+            skipped=table.skipped,
+            predicate=model.predicate,
+        )
+        self.report = report
+        """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
+        self._closed, self._at_close = False, at_close
         self._lock, self._process = threading.RLock(), os.getpid()
         self._running = False
         self._hits: Counter[str] = Counter()
         self._calls: Counter[tuple[int, bool]] = Counter()
-        self._entries = [f"{m.value}:{d.num_tokens}" for m, d in parts.table.entries]
+        self._entries = [f"{m.value}:{d.num_tokens}" for m, d in table.entries]
         self._fallbacks: Counter[tuple[int, str]] = Counter()
         self._told: Counter[str] = Counter()
         self._rows, self._padded = 0, 0
-        workspace = parts.workspace
-        static = workspace.static_tensors if parts.config.debug.check_addresses else None
-        self._weights: Weights | None = Weights(parts.module, workspace.tensors, static)
+        static = memory.static_tensors if config.debug.check_addresses else None
+        self._weights = Weights(model.module, memory.tensors, static)
         self._plain_batches: dict[int, CheckedBatch] = {}
-        self._names = [spec.name for spec in parts.workspace.inputs]
-        self._in_order = parts.arguments.by_position
-        clone = parts.config.outputs is Outputs.CLONE
-        self._cloned = range(len(parts.outputs.specs)) if clone else _input_views(parts)
+        self._names = [spec.name for spec in memory.inputs]
+        self._in_order = model.arguments.by_position
+        clone = config.outputs is Outputs.CLONE
+        self._cloned = range(len(model.outputs.specs)) if clone else _input_views(table, memory)
         """The graph results that a call clones."""
+        self._poison = config.debug.poison
+        self._query_len = config.capture.uniform_query_len
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if parts.workspace.stream is not None:
+        if memory.stream is not None:
             self._events = (torch.cuda.Event(), torch.cuda.Event())
-        self.report = parts.report
-        """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
 
     # -- calls --
 
@@ -130,27 +136,22 @@ class Runner:
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch | CheckedBatch | None
     ) -> Any:
-        parts = self._open()
-        inputs, num_tokens = self._bind(parts, args, kwargs)
-        checked = self._check(parts, batch, num_tokens)
-        uniform = parts.dispatch.is_uniform(checked.query_lens)
-        found, valid = None, True
-        if parts.predicate.conditions:
-            valid = parts.predicate.broken_by(num_tokens) is None
-        if valid:
-            found = parts.dispatch.find(num_tokens, len(checked.query_lens), uniform)
-        if found is None:
-            self._count_uncovered(parts, checked, uniform)
-        assert self._weights is not None
+        self.ensure_open()
+        inputs, num_tokens = self._bind(args, kwargs)
+        checked = self._check(batch, num_tokens)
+        uniform = self.dispatch.is_uniform(checked.query_lens)
+        key = self.dispatch.find(num_tokens, len(checked.query_lens), uniform)
+        if key is None:
+            self._count_uncovered(checked, uniform)
         self._weights.check()
         self._calls[num_tokens, uniform] += 1
-        if not valid:
-            return self._run_itself(parts, inputs, checked)
-        if parts.workspace.stream is None and not torch.is_autocast_enabled("cpu"):
-            results = self._execute(parts, found, inputs, checked)
+        if key is None and not self.dispatch.is_valid(num_tokens):
+            return self._run_itself(inputs, checked)
+        if self.memory.stream is None and not torch.is_autocast_enabled("cpu"):
+            results = self._execute(key, inputs, checked)
         else:
-            results = self._execute_apart(parts, found, inputs, checked)
-        return parts.outputs.build(results, inputs)
+            results = self._execute_apart(key, inputs, checked)
+        return self.model.outputs.build(results, inputs)
 
     def plan(self, num_tokens: int, query_lens: Sequence[int] | None = None) -> Dispatch:
         """Return what a batch of `num_tokens` rows would run, and why; runs nothing.
@@ -159,28 +160,20 @@ class Runner:
             num_tokens: rows.
             query_lens: new tokens of each request; None: one request.
         """
-        parts = self._open()
+        self.ensure_open()
         lens = [num_tokens] if query_lens is None else query_lens
         batch = check_batch(Batch(query_lens=lens), num_tokens, None)
-        uniform, reqs = parts.dispatch.is_uniform(batch.query_lens), len(batch.query_lens)
-        itself = _why_itself(parts.predicate, num_tokens)
-        if itself is not None:
-            descriptor = BatchDescriptor(num_tokens, reqs, uniform)
-            return Dispatch(Mode.NONE, descriptor, itself)
-        return parts.dispatch.plan(num_tokens, reqs, uniform)
+        uniform = self.dispatch.is_uniform(batch.query_lens)
+        return self.dispatch.plan(num_tokens, len(batch.query_lens), uniform)
 
     def generate(
         self, prompts: Sequence[str], max_new_tokens: int = 16, *, return_ids: bool = False
     ) -> Any:
         """Continue prompts greedily, in one batch; see `pcgsvc.serve.generate.generate`."""
-        from pcgsvc.serve.generate import generate
-
         return generate(self, prompts, max_new_tokens, return_ids=return_ids)
 
     def embed(self, texts: Sequence[str], *, truncate: bool = False) -> torch.Tensor:
         """Return one sentence vector per text; see `pcgsvc.serve.embed.embed`."""
-        from pcgsvc.serve.embed import embed
-
         return embed(self, texts, truncate=truncate)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> LoadedState:
@@ -202,21 +195,16 @@ class Runner:
             StateError: the state does not fit; nothing was written.
             StaleAddressError: a weight's memory was replaced since capture.
         """
-        with self.lock, self.on_stream():
-            stream = self.parts.workspace.stream
-            assert self._weights is not None
-            return self._weights.load(state, strict=strict, stream=stream)
+        with self.lock:
+            self.ensure_open()
+            with self._on_stream():
+                return self._weights.load(state, strict=strict, stream=self.memory.stream)
 
     # -- inspection --
 
     @property
-    def parts(self) -> RunnerParts:
-        """What the runner is made of, for verification, benchmarks and generation."""
-        return self._open()
-
-    @property
     def lock(self) -> threading.RLock:
-        """Held during calls; hold it to use `parts` from outside.
+        """Held during calls; hold it to use what the runner is made of from outside.
 
         Raises:
             PcgError: this process is a fork of the one that built the runner, and it uses CUDA.
@@ -227,16 +215,12 @@ class Runner:
 
     def _after_fork(self) -> None:
         """Take a new lock: the thread that may hold the old one is not in this process."""
-        if self._parts is not None and self._parts.workspace.stream is not None:
+        if not self._closed and self.memory.stream is not None:
             raise PcgError(
                 f"the runner was built in process {self._process}, of which this one is a fork; "
                 "CUDA does not work here. Start processes by 'spawn' and build a runner in each."
             )
         self._lock, self._process, self._running = threading.RLock(), os.getpid(), False
-
-    def on_stream(self) -> contextlib.AbstractContextManager[torch.cuda.Stream | None]:
-        """Return a block that runs on the runner's stream, ordered with the caller's."""
-        return self._on_stream(self._open())
 
     def stats(self) -> dict[str, Any]:
         """Return what was called and what served it; saved as JSON, it is a traffic file.
@@ -277,25 +261,24 @@ class Runner:
     def close(self) -> None:
         """Free graphs, pool, buffers and KV cache; twice is fine."""
         with self.lock:
-            parts, self._parts = self._parts, None
-            if parts is None:
+            if self._closed:
                 return
+            self._closed = True
             for reason, calls in self._told.items():
                 words = "%d calls ran without a graph: %s"
                 fields = {"reason": reason, "calls": calls}
                 log_event(logger, logging.INFO, "fallbacks", words, calls, reason, **fields)
-            if parts.workspace.stream is not None:
-                parts.workspace.stream.synchronize()
-            parts.table.entries.clear()
-            parts.table.owned.clear()
-            self._weights = None
+            if self.memory.stream is not None:
+                self.memory.stream.synchronize()
+            self.table.entries.clear()
+            self.memory.close()
             self._plain_batches.clear()
             self._at_close()
-            self._at_close = _nothing
+            del self.request, self.model, self.memory, self.table, self._weights
 
     def __enter__(self) -> Runner:
         """Return self; the runner is closed at the end of the block."""
-        self._open()
+        self.ensure_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -309,16 +292,14 @@ class Runner:
             "Call pcgsvc.load_runner(...) where it is needed; it starts warm from the disk cache."
         )
 
-    def _open(self) -> RunnerParts:
-        if self._parts is None:
+    def ensure_open(self) -> None:
+        """Raise PcgError if the runner is closed."""
+        if self._closed:
             raise PcgError("the runner is closed; build another one.")
-        return self._parts
 
     # -- one step --
 
-    def _check(
-        self, parts: RunnerParts, batch: Batch | CheckedBatch | None, num_tokens: int
-    ) -> CheckedBatch:
+    def _check(self, batch: Batch | CheckedBatch | None, num_tokens: int) -> CheckedBatch:
         """Check a batch; what a call without one means is worked out once per row count."""
         if isinstance(batch, CheckedBatch):
             if batch.num_tokens != num_tokens:
@@ -327,28 +308,27 @@ class Runner:
                 )
             return batch
         if batch is not None:
-            given = check_batch(batch, num_tokens, parts.workspace.geometry)
+            given = check_batch(batch, num_tokens, self.memory.geometry)
             if batch.block_tables is None:
                 refuse_lost_context(given)
             return given
         checked = self._plain_batches.get(num_tokens)
         if checked is None:
-            checked = check_batch(None, num_tokens, parts.workspace.geometry)
-            if num_tokens <= parts.workspace.max_tokens:
+            checked = check_batch(None, num_tokens, self.memory.geometry)
+            if num_tokens <= self.memory.max_tokens:
                 checked.images = {}
                 self._plain_batches[num_tokens] = checked
         return checked
 
     def _execute_apart(
         self,
-        parts: RunnerParts,
-        key: tuple[Mode, BatchDescriptor] | None,
+        key: EntryKey | None,
         inputs: dict[str, torch.Tensor],
         batch: CheckedBatch,
     ) -> list[torch.Tensor]:
         """Execute on the runner's stream and outside the caller's autocast."""
-        with self._no_autocast(parts), self._on_stream(parts) as caller:
-            results = self._execute(parts, key, inputs, batch)
+        with self._no_autocast(), self._on_stream() as caller:
+            results = self._execute(key, inputs, batch)
             if caller is not None:
                 for result in results:
                     result.record_stream(caller)
@@ -356,51 +336,47 @@ class Runner:
 
     def _execute(
         self,
-        parts: RunnerParts,
-        key: tuple[Mode, BatchDescriptor] | None,
+        key: EntryKey | None,
         inputs: dict[str, torch.Tensor],
         batch: CheckedBatch,
     ) -> list[torch.Tensor]:
         if key is None:
-            results = self._run_uncaptured(parts, inputs, batch)
+            results = self._run_uncaptured(inputs, batch)
         else:
-            results = self._replay(parts, key, inputs, batch)
+            results = self._replay(key, inputs, batch)
         for at in self._cloned:
             results[at] = results[at].clone()
         return results
 
     def _bind(
-        self, parts: RunnerParts, args: Sequence[Any], kwargs: dict[str, Any]
+        self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, torch.Tensor], int]:
         """Match arguments with input buffers and return them with the row count."""
-        specs = parts.workspace.inputs
+        specs = self.memory.inputs
         if self._in_order and len(args) == len(specs) and not kwargs:
             given = dict(zip(self._names, args, strict=True))
         else:
-            given = parts.arguments.bind(args, kwargs)
+            given = self.model.arguments.bind(args, kwargs)
         num_tokens = -1
         for spec in specs:
-            num_tokens = _check_input(parts.workspace, spec, given[spec.name], num_tokens)
+            num_tokens = _check_input(self.memory, spec, given[spec.name], num_tokens)
         return given, num_tokens
 
     def _replay(
         self,
-        parts: RunnerParts,
-        key: tuple[Mode, BatchDescriptor],
+        key: EntryKey,
         inputs: dict[str, torch.Tensor],
         batch: CheckedBatch,
     ) -> list[torch.Tensor]:
         mode, descriptor = key
         size, rows = descriptor.num_tokens, batch.num_tokens
-        entry = parts.table.entries[key]
-        if parts.config.debug.poison:
-            _poison(parts, entry)
-        workspace = parts.workspace
-        workspace.load(inputs, rows, size)
-        query_len = parts.config.capture.uniform_query_len if descriptor.uniform else None
-        token = set_context(
-            workspace.context(batch, size, query_len, in_full_graph=mode is Mode.FULL)
-        )
+        entry = self.table.entries[key]
+        if self._poison:
+            _poison(self.table, entry)
+        memory = self.memory
+        memory.load(inputs, rows, size)
+        query_len = self._query_len if descriptor.uniform else None
+        token = set_context(memory.context(batch, size, query_len, in_full_graph=mode is Mode.FULL))
         try:
             for step in entry.steps:
                 step()
@@ -409,48 +385,43 @@ class Runner:
         self._hits[f"{mode.value}:{size}"] += 1
         self._rows += rows
         self._padded += size - rows
-        return parts.outputs.cut(entry.outputs, rows) if rows < size else list(entry.outputs)
+        return self.model.outputs.cut(entry.outputs, rows) if rows < size else list(entry.outputs)
 
     def _run_uncaptured(
-        self, parts: RunnerParts, inputs: dict[str, torch.Tensor], batch: CheckedBatch
+        self, inputs: dict[str, torch.Tensor], batch: CheckedBatch
     ) -> list[torch.Tensor]:
         """Run the program without graphs."""
-        workspace, rows = parts.workspace, batch.num_tokens
-        inputs = {k: v.to(workspace.device).contiguous() for k, v in inputs.items()}
+        memory, rows = self.memory, batch.num_tokens
+        inputs = {k: v.to(self.memory.device).contiguous() for k, v in inputs.items()}
         self._rows += rows
-        with use_context(workspace.loose_context(batch)):
-            program = parts.program.for_size(rows)
-            return program.run(workspace.values(inputs, rows), Direct())
+        with use_context(self.memory.loose_context(batch)):
+            program = self.model.program.for_size(rows)
+            return program.run(memory.values(inputs, rows), Direct())
 
-    def _run_itself(
-        self, parts: RunnerParts, inputs: dict[str, torch.Tensor], batch: CheckedBatch
-    ) -> Any:
+    def _run_itself(self, inputs: dict[str, torch.Tensor], batch: CheckedBatch) -> Any:
         """Return what the module itself gives, for a row count that the program is not valid for.
 
         Nothing of the trace may be put around it: its result may have another structure.
         """
-        workspace = parts.workspace
-        moved = {k: v.to(workspace.device) for k, v in inputs.items()}
+        moved = {k: v.to(self.memory.device) for k, v in inputs.items()}
         self._rows += batch.num_tokens
-        with self._no_autocast(parts), self._on_stream(parts) as caller:
-            with use_context(workspace.loose_context(batch)):
-                result = parts.module(**moved, **parts.arguments.constants)
+        with self._no_autocast(), self._on_stream() as caller:
+            with use_context(self.memory.loose_context(batch)):
+                result = self.model.module(**moved, **self.model.arguments.constants)
             if caller is not None:
                 for tensor in tensors_in(result):
                     tensor.record_stream(caller)
         return result
 
-    def _count_uncovered(self, parts: RunnerParts, batch: CheckedBatch, uniform: bool) -> None:
+    def _count_uncovered(self, batch: CheckedBatch, uniform: bool) -> None:
         rows, reqs = batch.num_tokens, len(batch.query_lens)
-        reason = parts.dispatch.why_none(rows, reqs, uniform)
-        itself = _why_itself(parts.predicate, rows)
-        reason = reason if itself is None else f"{reason}; {itself}"
-        config = parts.config
+        reason = self.dispatch.why_none(rows, reqs, uniform)
+        config = self.request.config
         strict = config.on_uncovered is OnUncovered.ERROR or config.strict
-        if parts.dispatch.wants(uniform) and strict:
+        if self.dispatch.wants(uniform) and strict:
             raise UncoveredError(
                 f"{rows} rows in {reqs} requests: no graph serves this call: {reason}. Captured "
-                f"sizes: {sorted({k[1].num_tokens for k in parts.table.entries})}. Raise "
+                f"sizes: {self.table.sizes}. Raise "
                 "capture.max_size or add to capture.sizes, or set on_uncovered=run."
             )
         self._fallbacks[(rows, reason)] += 1
@@ -458,7 +429,7 @@ class Runner:
         if self._told[reason] == 1:  # the first of its kind; `close` tells how many there were
             log_event(
                 logger,
-                logging.WARNING if parts.dispatch.wants(uniform) else logging.INFO,
+                logging.WARNING if self.dispatch.wants(uniform) else logging.INFO,
                 "fallback",
                 "a call of %d rows runs without a graph: %s (further ones are counted, not logged)",
                 rows,
@@ -471,13 +442,13 @@ class Runner:
     # -- surroundings --
 
     @contextlib.contextmanager
-    def _on_stream(self, parts: RunnerParts) -> Iterator[torch.cuda.Stream | None]:
+    def _on_stream(self) -> Iterator[torch.cuda.Stream | None]:
         """Run a block on the runner's stream, ordered with the caller's; yield the caller's."""
-        stream = parts.workspace.stream
+        stream = self.memory.stream
         if stream is None or self._events is None:
             yield None
             return
-        caller = torch.cuda.current_stream(parts.workspace.device)
+        caller = torch.cuda.current_stream(self.memory.device)
         if caller == stream:
             yield None
             return
@@ -491,22 +462,11 @@ class Runner:
                 after.record(stream)
                 caller.wait_event(after)
 
-    @staticmethod
-    def _no_autocast(parts: RunnerParts) -> contextlib.AbstractContextManager[Any]:
-        kind = parts.workspace.device.type
+    def _no_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        kind = self.memory.device.type
         if torch.is_autocast_enabled(kind):
             return torch.autocast(kind, enabled=False)
         return contextlib.nullcontext()
-
-
-def _nothing() -> None:
-    return None
-
-
-def _why_itself(predicate: SizePredicate, rows: int) -> str | None:
-    """Return why the module itself must serve a row count, or None."""
-    broken = predicate.broken_by(rows)
-    return broken and f"run by the module itself, since the traced graph needs {broken}"
 
 
 def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: int) -> int:
@@ -534,25 +494,24 @@ def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: 
     return rows
 
 
-def _input_views(parts: RunnerParts) -> list[int]:
+def _input_views(table: GraphTable, memory: Workspace) -> list[int]:
     """Return the graph results that are views of the runner's input buffers, by index.
 
     `outputs=view` clones these: passed to the next call, one would be copied onto itself.
     """
-    buffers = {b.untyped_storage().data_ptr() for b in parts.workspace.buffers.values()} - {0}
+    buffers = {b.untyped_storage().data_ptr() for b in memory.buffers.values()} - {0}
     return sorted(
         {
             at
-            for entry in parts.table.entries.values()
+            for entry in table.entries.values()
             for at, result in enumerate(entry.outputs)
             if result.untyped_storage().data_ptr() in buffers
         }
     )
 
 
-def _poison(parts: RunnerParts, entry: Entry) -> None:
+def _poison(table: GraphTable, entry: Entry) -> None:
     """Fill what every other entry's segments allocated with NaN, as pool sharing may."""
-    for key, tensors in parts.table.owned.items():
-        if parts.table.entries.get(key) is not entry:
-            for tensor in tensors:
-                tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(0)
+    for other in table.entries.values():
+        for tensor in other.owned if other is not entry else ():
+            tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(0)

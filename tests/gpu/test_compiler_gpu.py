@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from core_helpers import verified
 
 import pcgsvc
-from pcgsvc.check.verify import verify
 from pcgsvc.events import Silent
-from pcgsvc.forward.samples import Samples
 from pcgsvc.models.request import request_of
 from pcgsvc.ops.attention_quant import quantize
 from pcgsvc.pipeline import build
@@ -22,9 +21,7 @@ BASE = ["model=llama", "compiler=inductor", "capture.sizes=[1,4,16]", "capture.m
 
 
 def check(runner: pcgsvc.Runner) -> None:
-    parts = runner.parts
-    samples = Samples(parts.workspace, parts.make_inputs, seed=3, query_len=1)
-    rows = verify(runner.parts, samples, seed=5)
+    rows = verified(runner)
     assert rows
     assert all(row["ok"] for row in rows), [r for r in rows if not r["ok"]]
 
@@ -40,7 +37,7 @@ def test_exact_sizes_start_warm_and_leave_no_worker(strategy: str, tmp_path: Pat
     before = children()
     with pcgsvc.load_runner(wanted) as cold:
         check(cold)
-        general = cold.parts.program
+        general = cold.model.program
         assert cold.report["compile"]["num_compiled"] == 3 * len(general.pieces)
         assert general.for_size(4) is not general
         assert general.for_size(16) is general
@@ -77,7 +74,7 @@ def test_attention_and_quantisation_become_one_op_across_the_boundary(strategy: 
             block.o_proj = Quantised(projection, 0.02)
     with build(request, Silent()) as runner:
         name = {"fx": "pcgsvc::attention", "inductor": "pcgsvc::attention_quant"}[strategy]
-        for entry in runner.parts.table.entries.values():
+        for entry in runner.table.entries.values():
             assert entry.boundaries == (name,) * 4
             assert entry.num_graphs == 5
         check(runner)

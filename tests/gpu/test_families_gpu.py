@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from core_helpers import verified
 from torch import distributed
 
 import pcgsvc
-from pcgsvc.check.verify import verify
-from pcgsvc.forward.samples import Samples
 from pcgsvc.serve.embed import embed_ids
 
 pytestmark = pytest.mark.gpu
@@ -30,12 +29,10 @@ def group() -> Iterator[None]:
 
 def check(runner: pcgsvc.Runner, names: tuple[str, ...]) -> None:
     """Verify every entry; piecewise ones have one segment more than boundaries."""
-    parts = runner.parts
-    for (mode, _), entry in parts.table.entries.items():
+    for (mode, _), entry in runner.table.entries.items():
         assert entry.boundaries == names
         assert entry.num_graphs == (len(names) + 1 if mode.value == "piecewise" else 1)
-    samples = Samples(parts.workspace, parts.make_inputs, seed=3, query_len=1)
-    rows = verify(runner.parts, samples, seed=5)
+    rows = verified(runner)
     assert rows
     assert all(row["ok"] for row in rows), [r for r in rows if not r["ok"]]
 

@@ -23,7 +23,7 @@ def test_logits_equal_transformers_on_the_same_gpu(family: str) -> None:
     with pcgsvc.load_runner(words) as runner:
         (got,) = forced_logits(runner, [TEXT], [9])
         assert set(runner.stats()["hits"]) == {"piecewise:16", "full:1"}
-        model = theirs(shipped_config(family), runner.parts.module).cuda()
+        model = theirs(shipped_config(family), runner.model.module).cuda()
         want = their_logits(model, TEXT)[8:]
     assert float((got - want).abs().max() / want.abs().max()) < 1e-4
 
@@ -34,7 +34,7 @@ def test_experts_in_bfloat16_are_captured_as_one_grouped_product() -> None:
     words = ["model=hf", "model.config=tiny-qwen3-moe", "attention=triton", "compiler=inductor"]
     words += ["device=cuda", "dtype=bfloat16", "capture.sizes=[1,16]", "cache.mode=off"]
     with pcgsvc.load_runner(words) as runner:  # self-check and reference check included
-        assert runner.parts.module.model.config._experts_implementation == "grouped_mm"
+        assert runner.model.module.model.config._experts_implementation == "grouped_mm"
         (got,) = forced_logits(runner, [TEXT], [9])
         assert set(runner.stats()["hits"]) == {"piecewise:16", "full:1"}
     assert torch.isfinite(got).all()

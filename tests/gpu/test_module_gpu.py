@@ -26,7 +26,7 @@ CUDA = "cuda:0"
 @pytest.fixture(scope="module")
 def expected() -> list[torch.Tensor]:
     with runner_of("varlen", device=CUDA) as runner:
-        geometry = runner.parts.workspace.geometry
+        geometry = runner.memory.geometry
         return [runner(ids, at, batch=batch) for ids, at, batch in steps(geometry)]
 
 
@@ -40,7 +40,7 @@ def test_modes_on_support_levels(
     decode, mixed = HALVES[wanted]
     with runner_of(LEVELS[level], mode, query_len, device=CUDA) as runner:
         assert runner.report["mode"]["resolved"] == wanted
-        geometry = runner.parts.workspace.geometry
+        geometry = runner.memory.geometry
         for (ids, at, batch), plain in zip(steps(geometry), expected, strict=True):
             uniform = set(batch.query_lens) == {query_len}
             runner.reset_stats()
@@ -52,10 +52,10 @@ def test_modes_on_support_levels(
 @pytest.mark.parametrize("mode", ["piecewise", "full", "full_and_piecewise"])
 def test_a_backend_that_plans_on_the_host(mode: str, expected: list[torch.Tensor]) -> None:
     with runner_of("toy_host_planned", mode, device=CUDA) as runner:
-        backend = runner.parts.workspace.attention
+        backend = runner.memory.attention
         assert isinstance(backend, HostPlanned)
         assert backend.in_segment == 0
-        geometry = runner.parts.workspace.geometry
+        geometry = runner.memory.geometry
         for (ids, at, batch), plain in zip(steps(geometry), expected, strict=True):
             backend.plans.clear()
             torch.testing.assert_close(runner(ids, at, batch=batch), plain, rtol=1e-3, atol=1e-4)
@@ -97,7 +97,7 @@ def test_new_weights_are_read_by_graphs(mode: str, compiler: str) -> None:
     with pcgsvc.build_runner(module, x, dynamic_dims={"x": 0}, config=config) as runner:
         assert runner.plan(3).mode.value == mode
         torch.testing.assert_close(runner(x), wanted(module, x), rtol=1e-4, atol=1e-4)
-        entries = dict(runner.parts.table.entries)
+        entries = dict(runner.table.entries)
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):  # values that the caller's stream is still computing
             torch.cuda._sleep(20_000_000)
@@ -109,7 +109,7 @@ def test_new_weights_are_read_by_graphs(mode: str, compiler: str) -> None:
         torch.testing.assert_close(got, wanted(other, x), rtol=1e-4, atol=1e-4)
         runner.load_state_dict({k: v.cpu() * 2 for k, v in other.state_dict().items()})
         torch.testing.assert_close(runner(x), wanted(module, x), rtol=1e-4, atol=1e-4)
-        assert runner.parts.table.entries == entries
+        assert runner.table.entries == entries
         module.up.bias.data = torch.zeros(16, device=CUDA)
         with pytest.raises(StaleAddressError, match=r"up\.bias"):
             runner(x)

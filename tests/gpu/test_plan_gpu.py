@@ -10,7 +10,7 @@ import pcgsvc
 from pcgsvc.config.compose import compose
 from pcgsvc.events import Silent
 from pcgsvc.jobs.plan.planner import plan
-from pcgsvc.report.report import plan_report
+from pcgsvc.jobs.plan.section import plan_report
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ def both(*overrides: str) -> tuple[dict[str, Any], dict[str, Any], int]:
     done = plan(compose(["job=plan", *words]), Silent())
     (pool,) = [i.num_bytes for i in done.memory.items if i.name == "graph pool"]
     with pcgsvc.load_runner(words) as runner:
-        return plan_report(done.built), runner.report, pool
+        return plan_report(done), runner.report, pool
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from core_helpers import verified
 
 import pcgsvc
-from pcgsvc.check.verify import verify
 from pcgsvc.config import Mode
-from pcgsvc.forward.samples import Samples
 
 pytestmark = pytest.mark.gpu
 
@@ -98,9 +97,7 @@ def no_leaks() -> Iterator[None]:
 def test_every_entry_equals_plain_execution(compiler: str, mode: str, dtype: str) -> None:
     overrides = [f"compiler={compiler}", f"mode={mode}", f"dtype={dtype}", SIZES]
     with pcgsvc.load_runner(["model=llama", *overrides]) as runner:
-        parts = runner.parts
-        samples = Samples(parts.workspace, parts.make_inputs, seed=3, query_len=1)
-        rows = verify(runner.parts, samples, seed=5)
+        rows = verified(runner)
         expected = {"none": 0, "full_and_piecewise": 8}.get(mode, 4)
         assert len(rows) == expected
         assert all(row["ok"] for row in rows), [r for r in rows if not r["ok"]]
@@ -268,5 +265,5 @@ def test_replaced_weights_are_refused_and_weights_written_in_place_count() -> No
 def test_varlen_attention_is_never_captured_whole() -> None:
     with pcgsvc.load_runner(["model=llama", "attention=varlen", "mode=full", SIZES]) as runner:
         assert runner.report["mode"]["resolved"] == "piecewise"
-        modes = {key[0] for key in runner.parts.table.entries}
+        modes = {key[0] for key in runner.table.entries}
         assert modes == {Mode.PIECEWISE}

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from core_helpers import verified
 
 import pcgsvc
-from pcgsvc.check.verify import verify
-from pcgsvc.forward.samples import Samples
 
 pytestmark = pytest.mark.gpu
 
@@ -25,14 +24,13 @@ def test_every_strategy_gives_one_segment_more_than_layers(
     overrides = [f"partition.strategy={strategy}", f"compiler={compiler}", f"mode={mode}"]
     sizes = ["capture.sizes=[1,4,16]", "capture.max_size=16"]
     with pcgsvc.load_runner(["model=llama", *overrides, *sizes]) as runner:
-        parts, report = runner.parts, runner.report
+        report = runner.report
         assert report["partition"]["num_boundaries"] == 4
         assert report["partition"]["num_regions"] == 5
-        for (entry_mode, _), entry in parts.table.entries.items():
+        for (entry_mode, _), entry in runner.table.entries.items():
             assert entry.boundaries == ("pcgsvc::attention",) * 4
             assert entry.num_graphs == (5 if entry_mode.value == "piecewise" else 1)
-        samples = Samples(parts.workspace, parts.make_inputs, seed=3, query_len=1)
-        rows = verify(runner.parts, samples, seed=5)
+        rows = verified(runner)
         assert rows
         assert all(row["ok"] for row in rows), [r for r in rows if not r["ok"]]
 

@@ -6,37 +6,35 @@ In: a config. Out: a `Plan`. Knows nothing of how a plan is shown.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.cache.programs import Tally
-from pcgsvc.capture.plan import resolve_boundaries, support_of, wanted_entries
+from pcgsvc.build.probe import ProbedForward, probe_forward
+from pcgsvc.build.stages import split, trace_forward
+from pcgsvc.capture.plan import CapturePlan, EntryKey, plan_capture, support_of
 from pcgsvc.config import Compiler, Config, Graphs, Mode, Strategy
 from pcgsvc.config.devices import dtype_of
 from pcgsvc.errors import PcgError
-from pcgsvc.events import Progress, phase
+from pcgsvc.events import Phases, Progress
 from pcgsvc.forward.objects import tensors_of
-from pcgsvc.forward.process import BUILD_LOCK
+from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Planned, Request, attention_of, make_workspace
-from pcgsvc.forward.workspace import Workspace, usable_sizes
+from pcgsvc.forward.workspace import Workspace
 from pcgsvc.jobs.plan.lifetimes import Lifetimes
-from pcgsvc.jobs.plan.memory import Key, MemoryEstimate, bridge_memory, graph_memory, static_memory
+from pcgsvc.jobs.plan.memory import MemoryEstimate, bridge_memory, graph_memory, static_memory
 from pcgsvc.jobs.plan.pool import Event
 from pcgsvc.jobs.plan.request import plan_request
 from pcgsvc.jobs.plan.tracked import forward_events, shape_context
 from pcgsvc.ops.modes import Resolution, resolve_mode
 from pcgsvc.ops.registry import find_spec
-from pcgsvc.partition.breakable import Learned
-from pcgsvc.partition.inductor import partition_inductor
+from pcgsvc.partition.probe import ForwardProbe
 from pcgsvc.partition.submodules import chosen
-from pcgsvc.pipeline import Built, tell
+from pcgsvc.pipeline import warn_or_raise
 from pcgsvc.program.image import ProgramImage, image_of
 from pcgsvc.program.pieces import Kind, Partition
-from pcgsvc.stages import learn_forward, trace_and_split
 from pcgsvc.trace.graph import TracedGraph
 
 logger = logging.getLogger(__name__)
@@ -46,24 +44,36 @@ logger = logging.getLogger(__name__)
 class Plan:
     """What a build would do."""
 
-    built: Built
+    request: Request
     planned: Planned
+    image: ProgramImage
+    capture: CapturePlan
+    """What would be captured."""
+    workspace: Workspace
     memory: MemoryEstimate
-    entries: list[Key]
-    """What would be captured, in order."""
-    skipped: dict[int, str]
-    """Sizes that the graph is not valid for, with the reason."""
-    partition: Partition | None
+    seconds: dict[str, float]
+    warnings: list[str]
+    partition: Partition | None = None
     """The cut graph; None for a forward that is not traced."""
-    traced: TracedGraph | None
-    learned: Learned | None
+    traced: TracedGraph | None = None
+    probe: ForwardProbe | None = None
     """What the forward's run showed, where it is not traced."""
     compile_modules: list[str] = field(default_factory=list)
     """`strategy=breakable` with Inductor: the submodules that would be compiled."""
 
+    @property
+    def entries(self) -> list[EntryKey]:
+        """What would be captured, in order."""
+        return self.capture.entries
+
+    @property
+    def skipped(self) -> dict[int, str]:
+        """Sizes that the graph is not valid for, with the reason."""
+        return {key[1].num_tokens: reason for key, reason in self.capture.invalid}
+
     def graphs(self) -> dict[str, dict[str, int]]:
         """Return entries, graphs per entry and graphs by mode."""
-        regions = self.built.image.count(Kind.REGION)
+        regions = self.image.count(Kind.REGION)
         found: dict[str, dict[str, int]] = {}
         for mode, each in ((Mode.PIECEWISE, regions), (Mode.FULL, 1)):
             count = sum(m is mode for m, _ in self.entries)
@@ -73,28 +83,28 @@ class Plan:
 
     def num_artifacts(self) -> int:
         """Return how many pieces a cold start would compile."""
-        config, image = self.built.request.config, self.built.image
+        config, image = self.request.config, self.image
         if config.partition.strategy is Strategy.BREAKABLE:
             return len(self.compile_modules)
         return len(image.documents) * (1 + len(config.compiler.specialize_sizes))
 
     def support(self) -> list[dict[str, str]]:
         """Return how far each splitting op may go into a graph, and who says so."""
-        config, rows = self.built.request.config, []
-        for name in self.built.image.matched:
-            level = support_of(name, config, self.built.attention)
+        config, rows = self.request.config, []
+        for name in self.image.matched:
+            level = support_of(name, config, attention_of(self.request))
             rows.append({"op": name, "support": level.name, "said_by": _said_by(name, config)})
         return rows
 
     def modes(self) -> dict[str, Resolution]:
         """Return what each mode would become, had it been asked for."""
-        level, asked = self.built.support, self.built.resolution
+        level, asked = self.capture.support, self.capture.resolution
         found = {
             mode.value: resolve_mode(
                 mode,
                 level,
-                num_boundaries=self.built.image.count(Kind.BOUNDARY),
-                uniform_query_len=self.built.request.config.capture.uniform_query_len,
+                num_boundaries=self.image.count(Kind.BOUNDARY),
+                uniform_query_len=self.request.config.capture.uniform_query_len,
                 why="the graph",
             )
             for mode in Mode
@@ -115,57 +125,38 @@ def plan(config: Config, progress: Progress) -> Plan:
     Raises:
         ConfigError, TraceError, SplitError: as a build of this config would.
     """
-    request = plan_request(config, progress)
+    request, phases = plan_request(config, progress), Phases(progress)
     planned = request.planned
     assert planned is not None
-    with (
-        BUILD_LOCK,
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(request.device.type, enabled=False),
-    ):
+    with build_modes(request.device):
         if request.config.partition.strategy is Strategy.BREAKABLE:
-            return _untraced(request, planned, progress)
+            return _untraced(request, planned, phases)
         with planned.fake:
-            return _traced(request, planned, progress)
-
-
-def _seconds(request: Request) -> dict[str, float]:
-    names = ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total")
-    return {**dict.fromkeys(names, 0.0), "weights": request.weights_s}
+            return _traced(request, planned, phases)
 
 
 # ---- traced --------------------------------------------------------------------------------------
 
 
-def _traced(request: Request, planned: Planned, progress: Progress) -> Plan:
-    config, seconds = request.config, _seconds(request)
-    traced, partition = trace_and_split(request, seconds, progress, ready=_ready)
-    whole = config.partition.strategy is Strategy.INDUCTOR
-    compiled = partition_inductor(traced, partition) if whole else partition
-    image = image_of(traced, compiled, partition, reads=[], files={})
+def _traced(request: Request, planned: Planned, phases: Phases) -> Plan:
+    config = request.config
+    with phases.phase("import"):
+        torch_private.import_compilers(inductor=False)
+    traced = trace_forward(request, phases)
+    parts = split(traced, config, phases)
+    image = image_of(traced, parts.compiled, parts.shown, reads=[], files={})
     tensors = {**tensors_of(request.bundle.module), **traced.tensors}
     workspace = make_workspace(request, image.spec.bindings, tensors)
-    built = _built(request, planned, image, seconds, workspace, [])
-    done = Plan(
-        built=built,
-        planned=planned,
-        memory=MemoryEstimate(),
-        entries=[],
-        skipped={},
-        partition=partition,
-        traced=traced,
-        learned=None,
-    )
-    with phase("count", {"count": 0.0}, progress):
-        _count_entries(done)
+    done = _plan(request, planned, image, workspace, phases)
+    done.partition, done.traced = parts.shown, traced
+    with phases.phase("count"):
         fused = config.compiler.name is Compiler.INDUCTOR
         recorded = config.capture.graphs is Graphs.RECORDED
         lifetimes = Lifetimes(
             traced,
-            partition,
+            parts.shown,
             fused=fused,
-            whole=whole,
+            whole=config.partition.strategy is Strategy.INDUCTOR,
             results_only=fused and recorded,
             opaque_ops=recorded,
         )
@@ -180,120 +171,83 @@ def _traced(request: Request, planned: Planned, progress: Progress) -> Plan:
     return done
 
 
-def _ready() -> None:
-    torch_private.import_compilers(inductor=False)
+def _plan(
+    request: Request,
+    planned: Planned,
+    image: ProgramImage,
+    workspace: Workspace,
+    phases: Phases,
+    *warnings: str,
+) -> Plan:
+    capture = plan_capture(request, image)
+    return Plan(
+        request=request,
+        planned=planned,
+        image=image,
+        capture=capture,
+        workspace=workspace,
+        memory=MemoryEstimate(),
+        seconds=phases.seconds,
+        warnings=warn_or_raise(request.config, [*capture.warnings, *planned.warnings, *warnings]),
+    )
 
 
 def _like(config: Config, workspace: Workspace) -> torch.Tensor:
     return torch.empty(0, dtype=dtype_of(config), device=workspace.device)
 
 
-def _count_entries(done: Plan) -> None:
-    built, config = done.built, done.built.request.config
-    if config.capture.graphs is Graphs.OFF:
-        return
-    wanted = wanted_entries(
-        built.resolution, built.support, built.sizes, config.capture.uniform_query_len
-    )
-    for key in wanted:
-        broken = built.image.predicate.broken_by(key[1].num_tokens)
-        if broken is None:
-            done.entries.append(key)
-        else:
-            done.skipped[key[1].num_tokens] = f"the traced graph is not valid for it: {broken}"
-
-
-def _built(
-    request: Request,
-    planned: Planned,
-    image: ProgramImage,
-    seconds: dict[str, float],
-    workspace: Workspace,
-    warnings: Sequence[str],
-) -> Built:
-    config = request.config
-    sizes, dropped = usable_sizes(config)
-    attention = attention_of(request)
-    resolution, support = resolve_boundaries(config, image, attention)
-    cache: dict[str, Any] = {"mode": config.cache.mode.value, "dir": None, "program_key": None}
-    cache |= {"hits": 0, "misses": 0, "miss_reasons": [], "bytes": 0}
-    built = Built(
-        request=request,
-        image=image,
-        program=None,
-        resolution=resolution,
-        support=support,
-        attention=attention,
-        sizes=sizes,
-        start="cold",
-        tally=Tally(),
-        cache=cache,
-        finish=lambda: None,
-        seconds=seconds,
-        warnings=[*resolution.reasons, *dropped, *planned.warnings, *warnings],
-        workspace=workspace,
-    )
-    tell(built)
-    return built
-
-
 # ---- not traced ----------------------------------------------------------------------------------
 
 
-def _untraced(request: Request, planned: Planned, progress: Progress) -> Plan:
+def _untraced(request: Request, planned: Planned, phases: Phases) -> Plan:
     """Plan `strategy=breakable`: the forward is run on tensors without memory, as it is."""
     try:
         with planned.fake:
-            return _learned(request, planned, progress)
+            return _probed(request, planned, phases)
     except PcgError:
         raise
     except Exception as error:  # noqa: BLE001 - a forward may do anything
         first = (str(error).strip().splitlines() or [""])[0]
         why = f"its forward reads values: {type(error).__name__}: {first}"
-    request = plan_request(request.config, progress, real=why)
+    request = plan_request(request.config, phases.progress, real=why)
     assert request.planned is not None
-    return _learned(request, request.planned, progress)
+    return _probed(request, request.planned, phases)
 
 
-def _learned(request: Request, planned: Planned, progress: Progress) -> Plan:
-    config, seconds = request.config, _seconds(request)
-    learned, workspace, boundaries = learn_forward(request, seconds, progress)
-    built = _built(request, planned, learned.image, seconds, workspace, learned.warnings)
-    done = Plan(
-        built=built,
-        planned=planned,
-        memory=MemoryEstimate(),
-        entries=[],
-        skipped={},
-        partition=None,
-        traced=None,
-        learned=learned,
-    )
+def _probed(request: Request, planned: Planned, phases: Phases) -> Plan:
+    config, module = request.config, request.bundle.module
+    probed = probe_forward(request, phases)
+    warnings = probed.probe.warnings
+    done = _plan(request, planned, probed.image, probed.memory, phases, *warnings)
+    done.probe = probed.probe
     planned.notes.append(
         "partition.strategy=breakable: nothing is traced. The forward was run once per size on "
         "tensors without memory; what is shown is where that run met its breaks"
     )
-    module = request.bundle.module
     if config.compiler.name is Compiler.INDUCTOR and isinstance(module, torch.nn.Module):
-        done.compile_modules = chosen(module, learned.one, config.partition.compile_modules)
+        calls = probed.probe.largest.calls
+        done.compile_modules = chosen(module, calls, config.partition.compile_modules)
         done.memory.notes.append("fusion inside compiled submodules is not counted")
-    with phase("count", {"count": 0.0}, progress, total=len(built.sizes)):
-        _count_entries(done)
-        static_memory(done.memory, workspace)
-        seen: dict[int, list[Event]] = {}
-
-        def events_of(rows: int, full: bool) -> Iterable[Event]:
-            if rows not in seen:
-                context = shape_context(workspace, rows, None)
-                seen[rows] = forward_events(
-                    module, workspace, request.constants, context, boundaries.names
-                )
-                progress.advance()
-            return seen[rows]
-
-        like = _like(config, workspace)
-        graph_memory(done.memory, config, workspace, done.entries, events_of, like, fused=False)
+    with phases.phase("count", len(done.capture.sizes)):
+        static_memory(done.memory, probed.memory)
+        events_of = _events_by_size(request, probed, phases)
+        like = _like(config, probed.memory)
+        graph_memory(done.memory, config, probed.memory, done.entries, events_of, like, fused=False)
     return done
 
 
-__all__ = ["Plan", "plan"]
+def _events_by_size(
+    request: Request, probed: ProbedForward, phases: Phases
+) -> Callable[[int, bool], Iterable[Event]]:
+    """Return what gives the allocations of a run by row count; each row count is run once."""
+    seen: dict[int, list[Event]] = {}
+
+    def events_of(rows: int, full: bool) -> Iterable[Event]:
+        if rows not in seen:
+            context = shape_context(probed.memory, rows, None)
+            module, names = request.bundle.module, probed.boundaries.names
+            seen[rows] = forward_events(module, probed.memory, request.constants, context, names)
+            phases.progress.advance()
+        return seen[rows]
+
+    return events_of

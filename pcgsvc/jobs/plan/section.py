@@ -18,6 +18,7 @@ from pcgsvc.jobs.plan.memory import as_json
 from pcgsvc.jobs.plan.planner import Plan
 from pcgsvc.program.pieces import Kind, Piece
 from pcgsvc.report.fold import fold
+from pcgsvc.report.report import compiler_of, program_report
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import op_names, user_line
 
@@ -29,13 +30,38 @@ _MEANING = {
 }
 
 
+def plan_report(plan: Plan) -> dict[str, Any]:
+    """Return the report of `job=plan`: as of a build that has compiled and loaded nothing yet."""
+    return {
+        **program_report(plan.request, plan.image, plan.capture, plan.warnings),
+        "compile": {
+            "compiler": compiler_of(plan.request),
+            "start": "cold",
+            "num_traces": int(bool(plan.image.documents)),
+            "num_compiled": 0,
+            "num_loaded": 0,
+            "seconds": dict(plan.seconds),
+        },
+        "cache": {
+            "mode": plan.request.config.cache.mode.value,
+            "dir": None,
+            "program_key": None,
+            "hits": 0,
+            "misses": 0,
+            "miss_reasons": [],
+            "bytes": 0,
+        },
+        "plan": plan_section(plan),
+    }
+
+
 def plan_section(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON types."""
     kinds = list(_kinds(plan))
     graphs = plan.graphs()
     return {
         "device": str(plan.planned.target),
-        "traced_on": str(plan.built.request.device),
+        "traced_on": str(plan.request.device),
         "weights_in_memory": _has_weights(plan),
         "graphs": {
             "num_graphs": sum(g["graphs"] for g in graphs.values()),
@@ -59,14 +85,12 @@ def plan_section(plan: Plan) -> dict[str, Any]:
 
 
 def _has_weights(plan: Plan) -> bool:
-    workspace = plan.built.workspace
-    assert workspace is not None
-    return any(map(torch_private.has_memory, workspace.tensors.values()))
+    return any(map(torch_private.has_memory, plan.workspace.tensors.values()))
 
 
 def _mode_words(plan: Plan) -> str:
     """Return what becomes of the mode and why, also where it stays as it is."""
-    resolution = plan.built.resolution
+    resolution = plan.capture.resolution
     if resolution.reasons:
         return "; ".join(resolution.reasons)
     asked = resolution.requested.value
@@ -145,9 +169,9 @@ def _kinds(plan: Plan) -> Iterator[_Kind]:
         for piece in plan.partition.pieces:
             yield _traced_kind(piece, plan.traced)
         return
-    assert plan.learned is not None
-    kernels = iter(plan.learned.kernels)
-    for info in plan.built.image.pieces:
+    assert plan.probe is not None
+    kernels = iter(plan.probe.largest.kernels)
+    for info in plan.image.pieces:
         region = info.kind == Kind.REGION.value
         ops = [next(kernels) for _ in range(info.ops)] if region else _breaks(info.reason)
         yield _Kind(

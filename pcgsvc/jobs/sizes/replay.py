@@ -19,7 +19,7 @@ from pcgsvc.errors import UncoveredError
 from pcgsvc.events import Progress
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
 from pcgsvc.forward.workspace import usable_sizes
-from pcgsvc.serve.runner import Runner, RunnerParts
+from pcgsvc.serve.runner import Runner
 from pcgsvc.sizing.cost import modelled
 from pcgsvc.sizing.expect import Forecast, Service
 from pcgsvc.sizing.files import read_traffic
@@ -46,8 +46,8 @@ def replay(runner: Runner, config: Config, progress: Progress) -> dict[str, Any]
         ConfigError: the traffic file cannot be used.
     """
     assert config.traffic is not None
-    parts = runner.parts
-    traffic = read_traffic(config.traffic).as_dispatched(parts.config.capture.uniform_query_len)
+    query_len = runner.request.config.capture.uniform_query_len
+    traffic = read_traffic(config.traffic).as_dispatched(query_len)
     calls = sample(traffic, config.max_traffic_calls)
     rng, generator = random.Random(config.seed), torch.Generator().manual_seed(config.seed)
     rng.shuffle(calls)
@@ -56,9 +56,9 @@ def replay(runner: Runner, config: Config, progress: Progress) -> dict[str, Any]
     progress.start("traffic", len(calls))
     seconds = 0.0
     for rows, uniform in calls:
-        made = parts.make_inputs(rows, generator)
-        inputs = {name: tensor.to(parts.workspace.device) for name, tensor in made.items()}
-        batch = make_batch(parts, rows, uniform, rng)
+        made = runner.request.bundle.make_inputs(rows, generator)
+        inputs = {name: tensor.to(runner.memory.device) for name, tensor in made.items()}
+        batch = make_batch(runner, rows, uniform, rng)
         started = time.perf_counter()
         try:
             runner(**inputs, batch=batch)
@@ -96,27 +96,27 @@ def sample(traffic: Traffic, most: int) -> list[Call]:
 
 def _expected(runner: Runner, traffic: Traffic) -> float:
     """Return the padding share that the sizes that were asked for have with the whole traffic."""
-    parts, mode = runner.parts, runner.report["mode"]
+    config, mode = runner.request.config, runner.report["mode"]
     service = Service(
         decode=Mode(mode["decode"]),
         mixed=Mode(mode["mixed"]),
-        query_len=parts.config.capture.uniform_query_len,
-        max_reqs=parts.workspace.max_reqs,
+        query_len=config.capture.uniform_query_len,
+        max_reqs=runner.memory.max_reqs,
     )
-    sizes = [] if parts.config.capture.graphs is Graphs.OFF else usable_sizes(parts.config)[0]
+    sizes = [] if config.capture.graphs is Graphs.OFF else usable_sizes(config)[0]
     return Forecast(traffic, service, modelled(0.0, 1.0)).of(sizes).padding_share
 
 
 # ---- batches -------------------------------------------------------------------------------------
 
 
-def make_batch(parts: RunnerParts, rows: int, uniform: bool, rng: random.Random) -> CheckedBatch:
+def make_batch(runner: Runner, rows: int, uniform: bool, rng: random.Random) -> CheckedBatch:
     """Return a batch of `rows` rows of the wanted kind.
 
     KV blocks are dealt out in turn from all there are, so requests that need more share some; what
     is computed from them is thrown away.
     """
-    query_len, cache = parts.config.capture.uniform_query_len, parts.workspace.geometry
+    query_len, cache = runner.request.config.capture.uniform_query_len, runner.memory.geometry
     longest = rows if cache is None else cache.max_model_len
     uniform_lens = [query_len] * (rows // query_len)
     lens = uniform_lens if uniform else general_lens(rows, query_len, longest)

@@ -1,0 +1,110 @@
+"""What is around every build: the process-wide lock, torch's modes, compilers' folder and store.
+
+In: a request. Out: a `BuildEnvironment`. Knows nothing of stages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pcgsvc import torch_private
+from pcgsvc.cache.programs import Artifacts
+from pcgsvc.cache.store import Store
+from pcgsvc.compilers.folder import CompilerFolder
+from pcgsvc.events import Phases, Progress, log_event
+from pcgsvc.forward.process import build_modes
+from pcgsvc.forward.request import Request
+from pcgsvc.program.model import CompiledModel
+from pcgsvc.program.pieces import Kind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class BuildEnvironment:
+    """What the stages of one build use together."""
+
+    phases: Phases
+    folder: CompilerFolder
+    """Where the compilers keep their files; the runner keeps it until it is closed."""
+    store: Store
+    artifacts: Artifacts
+    until_stored: ExitStack
+    """Held while other processes wait for this build of the program; closed once it is stored."""
+
+    def ready_compilers(self, *, inductor: bool) -> None:
+        """Import what traces and compiles; with Inductor, under our settings for this build."""
+        if inductor:
+            self.folder.ready_inductor()
+        torch_private.import_compilers(inductor=inductor)
+
+    def store_tuned_kernels(self, model: CompiledModel) -> None:
+        """Store what only running the program shows, once it has run: kernels and their choice."""
+        if model.facts is not None:
+            self.artifacts.finish(model.facts, model.image, model.program.pieces)
+
+    def cache_section(self, model: CompiledModel, key: str | None) -> dict[str, Any]:
+        """Return the report's `cache`, and log why pieces were not loaded."""
+        unsaved = (f"cannot be written down: {piece}" for piece in model.counts.unsaved)
+        reasons = [*model.misses, *self.store.counts.miss_reasons, *unsaved]
+        for reason in dict.fromkeys(reasons):
+            if reason not in model.misses:  # those are logged where they are met
+                log_event(logger, logging.DEBUG, "cache_miss", "cache: %s", reason, reason=reason)
+        return {
+            "mode": self.store.mode.value,
+            "dir": None if self.store.folder is None else str(self.store.folder.data),
+            "program_key": key,
+            "hits": self.store.counts.hits,
+            "misses": self.store.counts.misses,
+            "miss_reasons": list(dict.fromkeys(reasons)),
+            "bytes": self.store.num_bytes(),
+        }
+
+
+def log_start(model: CompiledModel) -> None:
+    """Log how a model came about, in one line."""
+    image, counts = model.image, model.counts
+    logger.info(
+        "%s start: %d ops in %d regions (%d unique) and %d boundaries; %d compiled, %d loaded",
+        model.start,
+        sum(image.ops.values()),
+        image.count(Kind.REGION),
+        image.unique_regions,
+        image.count(Kind.BOUNDARY),
+        counts.compiled,
+        counts.loaded,
+    )
+
+
+@contextmanager
+def build_environment(
+    request: Request, progress: Progress | None = None
+) -> Iterator[BuildEnvironment]:
+    """Hold the build lock, fix torch's modes, give the compilers a folder, and open the store.
+
+    The folder is removed if the block raises; else the caller closes it.
+    """
+    config, folder = request.config, CompilerFolder()
+    try:
+        with (
+            build_modes(request.device),
+            folder.in_use(config.compiler.threads),
+            Store.open(
+                config.cache.dir, mode=config.cache.mode, max_bytes=config.cache.max_bytes
+            ) as store,
+            ExitStack() as until_stored,
+        ):
+            yield BuildEnvironment(
+                phases=Phases(progress, request.weights_s),
+                folder=folder,
+                store=store,
+                artifacts=Artifacts(config, request.device, store, folder),
+                until_stored=until_stored,
+            )
+    except BaseException:
+        folder.close()
+        raise

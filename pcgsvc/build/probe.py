@@ -1,0 +1,99 @@
+"""`partition.strategy=breakable`: a program without a trace.
+
+In: a request. Out: a `CompiledModel` whose only piece is the module, with the memory that its
+forward was run in. There is nothing to store.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from pcgsvc.build.environment import BuildEnvironment
+from pcgsvc.build.load import ProgramLookup
+from pcgsvc.build.stages import compile_piece
+from pcgsvc.config import Compiler, Config
+from pcgsvc.events import Phases
+from pcgsvc.forward.objects import tensors_held, tensors_of
+from pcgsvc.forward.request import Request, make_samples, make_workspace
+from pcgsvc.forward.specs import Binding
+from pcgsvc.forward.workspace import Workspace, preserved, usable_sizes
+from pcgsvc.partition.breakable import PIECE, ModulePiece, boundary_names, image_of_forward
+from pcgsvc.partition.probe import Forward, ForwardProbe, can_be_put_back
+from pcgsvc.partition.submodules import chosen, compile_submodules
+from pcgsvc.program.image import ProgramImage
+from pcgsvc.program.model import CompiledModel
+from pcgsvc.program.program import Boundaries, Program
+
+
+class ProbedForward(NamedTuple):
+    """A forward that is not traced, after it was run."""
+
+    probe: ForwardProbe
+    image: ProgramImage
+    memory: Workspace
+    boundaries: Boundaries
+
+
+def probe_forward(request: Request, phases: Phases) -> ProbedForward:
+    """Run an untraced model's forward to learn what it returns and where it breaks."""
+    names, module = request.config.partition, request.bundle.module
+    boundaries = boundary_names(names.splitting_ops, names.extra_splitting_ops)
+    inputs = [Binding(kind="input", name=s.name, spec=None) for s in request.inputs]
+    own = tensors_of(module)
+    if request.planned is None:  # a plan has no memory to change
+        known = {id(t) for t in own.values()}
+        own |= {n: t for n, t in tensors_held(module).items() if id(t) not in known}
+    memory = make_workspace(request, inputs, own)
+    state = {
+        n: t for n, t in own.items() if not isinstance(t, torch.nn.Parameter) and can_be_put_back(t)
+    }
+    samples = make_samples(request, memory)
+    with phases.phase("split"), memory.on_stream(), preserved(state):
+        forward = Forward(module, memory, samples, request.constants, boundaries)
+        probe = forward.probe(min(usable_sizes(request.config)[0]))
+        return ProbedForward(probe, image_of_forward(probe, memory), memory, boundaries)
+
+
+def probe_program(request: Request, found: ProgramLookup, env: BuildEnvironment) -> CompiledModel:
+    """Return the module as a program, its largest unbroken parts compiled where that is asked."""
+    module, config = request.bundle.module, request.config
+    probed = probe_forward(request, env.phases)
+    names = [spec.name for spec in request.inputs]
+    piece = ModulePiece(module, names, request.constants, probed.boundaries)
+    piece.kernels = probed.image.ops["kernel"]
+    warnings = list(probed.probe.warnings)
+    if config.compiler.name is Compiler.INDUCTOR and isinstance(module, torch.nn.Module):
+        warnings += _compile_submodules(module, piece, probed.probe, config, env)
+    return CompiledModel(
+        module=module,
+        arguments=request.arguments,
+        image=probed.image,
+        program=Program(probed.image.spec, {PIECE: piece}),
+        start="cold",
+        counts=env.artifacts.counts,
+        misses=found.misses,
+        warnings=warnings,
+        memory=probed.memory,
+    )
+
+
+def _compile_submodules(
+    module: torch.nn.Module,
+    piece: ModulePiece,
+    probe: ForwardProbe,
+    config: Config,
+    env: BuildEnvironment,
+) -> list[str]:
+    """Compile the parts of an untraced model that hit no break; return what could not be."""
+    one, other = probe.largest.calls, probe.other.calls
+    with env.phases.phase("import"):
+        env.ready_compilers(inductor=True)
+    names = chosen(module, one, config.partition.compile_modules)
+    with env.phases.phase("compile", len(names)):
+        env.artifacts.prepare_toolchain()
+        compiled = partial(compile_piece, size=None, config=config, env=env)
+        piece.forwards, warnings = compile_submodules(module, names, one, other, compiled)
+    return warnings

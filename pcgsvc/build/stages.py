@@ -1,0 +1,147 @@
+"""The stages that make a program: trace, split, compile, store.
+
+In: a request, or what the stage before gave. Out: a traced graph, its partitions, an image with
+compiled pieces, a `CompiledModel`. Each stage is timed; none is called here by another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pcgsvc.build.dump import dump_source
+from pcgsvc.build.environment import BuildEnvironment
+from pcgsvc.build.load import ProgramLookup
+from pcgsvc.cache.programs import file_digest
+from pcgsvc.config import Compiler, Config, Strategy
+from pcgsvc.events import Phases
+from pcgsvc.forward.request import Request
+from pcgsvc.partition.fx import check_aliases, partition_fx
+from pcgsvc.partition.inductor import partition_inductor
+from pcgsvc.program.guards import files_of, reads_of
+from pcgsvc.program.image import ProgramImage, image_of
+from pcgsvc.program.model import CompiledModel
+from pcgsvc.program.pieces import Partition, Piece
+from pcgsvc.program.program import CompiledPiece, Program
+from pcgsvc.trace.canonical import refuse_outputs
+from pcgsvc.trace.dynamo import trace
+from pcgsvc.trace.graph import TracedGraph
+
+logger = logging.getLogger(__name__)
+
+
+class Split(NamedTuple):
+    """A traced graph in pieces."""
+
+    compiled: Partition
+    """What is compiled: with `partition.strategy=inductor` one piece that breaks itself."""
+    shown: Partition
+    """The graph cut into regions and boundaries, as reports show it."""
+
+
+class ImagedProgram(NamedTuple):
+    """A program as data, and what keeps it from being stored."""
+
+    image: ProgramImage
+    problems: list[str]
+
+
+def trace_forward(request: Request, phases: Phases) -> TracedGraph:
+    """Trace the module whole; runs no kernel. TraceError says at which line that is impossible."""
+    with phases.phase("trace"):
+        traced = trace(request.bundle.module, request.inputs, request.constants)
+    refuse_outputs(traced)
+    return traced
+
+
+def split(traced: TracedGraph, config: Config, phases: Phases) -> Split:
+    """Cut the graph at its splitting ops, as the configured strategy does."""
+    names, inductor = config.partition, config.compiler.name is Compiler.INDUCTOR
+    with phases.phase("split"):
+        shown = partition_fx(traced, names.splitting_ops, names.extra_splitting_ops)
+        if inductor and names.strategy is Strategy.FX:
+            check_aliases(shown)
+        whole = names.strategy is Strategy.INDUCTOR
+        compiled = partition_inductor(traced, shown) if whole else shown
+    for note in shown.warnings:
+        logger.info("%s", note)
+    return Split(compiled, shown)
+
+
+def write_down(request: Request, traced: TracedGraph, parts: Split) -> ImagedProgram:
+    """Return the program as data, with the guards that must still hold when it is loaded."""
+    module = request.bundle.module
+    guards, problems = reads_of(traced.guards, module, request.constants)
+    problems += [
+        f"captured tensor {name}: it is no parameter or buffer, so a new process cannot find it"
+        for name in captured_tensors(traced)
+    ]
+    files = {f: d for f in files_of(traced.guards, module) if (d := file_digest(f))}
+    image = image_of(traced, parts.compiled, parts.shown, reads=guards, files=files)
+    return ImagedProgram(image, problems)
+
+
+def captured_tensors(traced: TracedGraph) -> list[str]:
+    """Return the names of bound tensors that are no parameter or buffer."""
+    return [b.name for b in traced.bindings if b.kind == "constant"]
+
+
+def compile_pieces(
+    partition: Partition, image: ProgramImage, config: Config, env: BuildEnvironment
+) -> Mapping[str, CompiledPiece]:
+    """Compile each unique piece once, or load it where another program has stored it.
+
+    Pieces for exact sizes are kept in `env.artifacts.specialized`.
+    """
+    artifacts, unique = env.artifacts, partition.unique()
+    sized = artifacts.sized(image)
+
+    def compiled(piece: Piece, size: int | None = None) -> CompiledPiece:
+        return compile_piece(piece, size, config, env)
+
+    with env.phases.phase("compile", len(unique) + len(sized)):
+        artifacts.prepare_toolchain()
+        pieces = {key: compiled(piece) for key, piece in unique.items()}
+        for size, key in sized:
+            artifacts.specialized.setdefault(size, {})[key] = compiled(unique[key], size)
+    return pieces
+
+
+def compile_piece(
+    piece: Piece, size: int | None, config: Config, env: BuildEnvironment
+) -> CompiledPiece:
+    """Compile or load one piece, for one size or for all; one unit of the phase."""
+    done = env.artifacts.piece(piece, dump_source(piece, size, config), size)
+    logger.debug("%s (%s): %d ops", piece.name, str(piece.hash)[:12], len(piece.nodes))
+    env.phases.progress.advance()
+    return done
+
+
+def store_program(
+    request: Request,
+    traced: TracedGraph,
+    written: ImagedProgram,
+    pieces: Mapping[str, CompiledPiece],
+    found: ProgramLookup,
+    env: BuildEnvironment,
+) -> CompiledModel:
+    """Store what was made, where that is possible, and return it as a model."""
+    artifacts, problems = env.artifacts, [*found.problems, *written.problems]
+    stored = found.facts is not None and not problems and not artifacts.counts.unsaved
+    if found.facts is not None and stored:
+        artifacts.save(found.facts, written.image)
+    env.until_stored.close()
+    refusal = [f"the program cannot be stored: {'; '.join(problems)}"] if problems else []
+    return CompiledModel(
+        module=request.bundle.module,
+        arguments=request.arguments,
+        image=written.image,
+        program=Program(written.image.spec, pieces, artifacts.specialized),
+        start="cold",
+        counts=artifacts.counts,
+        tensors={name: traced.tensors[name] for name in captured_tensors(traced)},
+        facts=found.facts if stored else None,
+        misses=[*found.misses, *refusal],
+        warnings=refusal if env.store.folder is not None else [],
+    )

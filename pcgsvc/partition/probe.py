@@ -1,0 +1,325 @@
+"""Running a forward that is not traced, to learn what it returns and where it breaks.
+
+In: a module and a workspace to run it in. Out: a `ForwardProbe`. Python outside breaks runs once,
+at capture; what can be seen of that going wrong is refused or reported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from pcgsvc import torch_private
+from pcgsvc.errors import CaptureError, SplitError, TraceError
+from pcgsvc.forward.objects import tensors_held, tensors_of
+from pcgsvc.forward.results import ResultTree, flatten
+from pcgsvc.forward.samples import Samples
+from pcgsvc.forward.workspace import Workspace
+from pcgsvc.ops.breaks import handle_breaks
+from pcgsvc.ops.context import use_context
+from pcgsvc.partition.submodules import Calls, watched
+from pcgsvc.program.program import Boundaries
+from pcgsvc.trace.dynamo import Attributes
+from pcgsvc.trace.sources import line_that_sets
+
+
+@dataclass(kw_only=True)
+class ForwardProbe:
+    """What running the forward has shown."""
+
+    largest: ForwardRun
+    """With the most rows that memory holds."""
+    other: ForwardRun
+    """With one row less, which tells the row dimensions of results."""
+    written: set[str]
+    """Names of the parameters that were written to; they have been put back."""
+    warnings: list[str]
+    """On what the forward does that happens at capture only."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward that is not traced, with what it runs on.
+
+    Args:
+        module: what is run.
+        memory: static memory; its inputs are overwritten.
+        samples: source of valid inputs.
+        constants: non-tensor arguments.
+        boundaries: where it breaks.
+    """
+
+    module: Callable[..., Any]
+    memory: Workspace
+    samples: Samples
+    constants: Mapping[str, Any]
+    boundaries: Boundaries
+
+    def probe(self, least: int) -> ForwardProbe:
+        """Run the forward a few times and write down what it returned and where it breaks.
+
+        Of the tensors of `memory`, those are taken out that the forward itself replaces by others.
+
+        Args:
+            least: the smallest row count that is captured; its result must be like the others.
+
+        Raises:
+            CaptureError: a Python side effect, or a break whose frozen arguments change.
+            SplitError: no break was met, though the forward calls an attention that torch knows.
+            TraceError: a result that is another for other row counts; or a write to an input.
+        """
+        most = self.memory.max_tokens
+        before, writes = Attributes(self.module), _Writes(self.memory)
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(_Tee(printed)):
+                sizes = (most, most, max(1, most - 1), least)
+                first, again, other, small = [self._run(size, writes) for size in sizes]
+        finally:
+            changed = before.restore()
+            writes.put_back()
+        _refuse_side_effects(self.module, changed)
+        _refuse_changing_arguments(first, again)
+        _refuse_unmarked_attention(first)
+        warnings = []
+        if printed.getvalue():
+            line = printed.getvalue().strip().split("\n")[0]
+            words = f"the forward prints ({line!r}): that happens at capture, not at replay"
+            warnings.append(words)
+        for run in (other, small):
+            _refuse_other_result(first, run)
+        _forget_replaced(self.module, self.memory)
+        written = writes.parameters()
+        return ForwardProbe(largest=first, other=other, written=written, warnings=warnings)
+
+    def _run(self, size: int, writes: _Writes) -> ForwardRun:
+        memory = self.memory
+        batch = self.samples.batch(size, uniform=False)
+        memory.load(self.samples.inputs(size), size, size)
+        run = ForwardRun(size, memory.views(size))
+        with (
+            use_context(memory.context(batch, size)),
+            handle_breaks(run),
+            watched(self.module, run.calls),
+            _Functions(run),
+            _Ops(run, self.boundaries, writes),
+        ):
+            run.result = self.module(**run.views, **self.constants)
+        return run
+
+
+def _refuse_side_effects(module: Callable[..., Any], changed: Mapping[str, Any]) -> None:
+    if changed:
+        lines = [f" at {line}" for name in changed if (line := line_that_sets(module, name))]
+        raise CaptureError(
+            f"the forward sets {sorted(changed)}{', '.join(lines)}: a Python side effect, which "
+            "would happen once, at capture, and never again. Write into a registered buffer in "
+            "place, or do it in a @pcgsvc.eager_break."
+        )
+
+
+@dataclass
+class ForwardRun:
+    """What one run of the forward did."""
+
+    size: int
+    """Row count."""
+    views: dict[str, torch.Tensor]
+    result: Any = None
+    events: list[str] = field(default_factory=list)
+    """`kernel`, or the name of a break, in order."""
+    kernels: list[str] = field(default_factory=list)
+    """Names of the kernels' ops."""
+    frozen: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    attention: set[str] = field(default_factory=set)
+    calls: Calls = field(default_factory=Calls)
+
+    def at_function(
+        self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """See `BreakHandler.at_function`."""
+        self.broke(name, args, kwargs)
+        return function(*args, **kwargs)
+
+    def broke(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note a break and what of its arguments will be frozen."""
+        self.events.append(name)
+        self.calls.broke()
+        leaves = pytree.tree_leaves([args, kwargs])
+        self.frozen.append((name, tuple(v for v in leaves if not isinstance(v, torch.Tensor))))
+
+
+class _Ops(torch_private.RecordingMode):
+    """Notes breaks, and whether kernels run between them."""
+
+    def __init__(self, run: ForwardRun, boundaries: Boundaries, writes: _Writes) -> None:
+        super().__init__()
+        self._run, self._names, self._writes = run, boundaries.names, writes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = str(func._schema.name)
+        if func._schema.is_mutable:
+            self._writes.before(name, func._schema, args, kwargs)
+        if name in self._names:
+            self._run.broke(name, args, kwargs)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        launches = not name.startswith(("aten::empty", "aten::new_empty", "prim::"))
+        if launches and not func.is_view:
+            self._run.events.append("kernel")
+            self._run.kernels.append(name)
+        return result
+
+
+class _Writes:
+    """Keeps parameters as they were before the forward writes to them, and inputs from writes."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        storage_id = torch_private.storage_id
+        self._inputs = {storage_id(b): name for name, b in workspace.buffers.items()}
+        self._parameters: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in workspace.tensors.items():
+            if isinstance(tensor, torch.nn.Parameter) and can_be_put_back(tensor):
+                self._parameters.setdefault(storage_id(tensor), []).append((name, tensor))
+        self._saved: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def before(self, op: str, schema: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Look at what an op is about to write to."""
+        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+        written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        for leaf in pytree.tree_leaves([given.get(name) for name in written]):
+            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+                continue
+            storage = torch_private.storage_id(leaf)
+            if storage in self._inputs:
+                raise TraceError(
+                    f"the forward writes to its input {self._inputs[storage]!r} with {op}; a "
+                    "runner copies inputs, so the caller's tensor would not change. Write to a "
+                    "clone."
+                )
+            for name, tensor in self._parameters.get(storage, ()):
+                if name not in self._saved:
+                    self._saved[name] = (tensor, tensor.clone())
+
+    def put_back(self) -> None:
+        """Undo what was written to parameters."""
+        for tensor, value in self._saved.values():
+            tensor.copy_(value)
+
+    def parameters(self) -> set[str]:
+        """Return the names of the parameters that were written to."""
+        return set(self._saved)
+
+
+def can_be_put_back(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's content can be copied back; torch writes to no others itself."""
+    overlaps = tensor.layout is torch.strided and any(
+        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
+    return dense and not overlaps and not tensor.is_inference()
+
+
+def _forget_replaced(module: Callable[..., Any], workspace: Workspace) -> None:
+    """Take out the tensors that breaks put others in place of; no graph may read those."""
+    if workspace.tensors:
+        held = {id(t) for t in [*tensors_of(module).values(), *tensors_held(module).values()]}
+        for name in [n for n, t in workspace.tensors.items() if id(t) not in held]:
+            del workspace.tensors[name]
+
+
+class _Functions(TorchFunctionMode):
+    """Notes calls of attention that is no break."""
+
+    def __init__(self, run: ForwardRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+            self._run.attention.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _Tee(io.TextIOBase):
+    """Keeps what is printed, and prints it."""
+
+    def __init__(self, copy: io.StringIO) -> None:
+        self._copy, self._out = copy, sys.stdout
+
+    def write(self, text: str) -> int:
+        self._copy.write(text)
+        return self._out.write(text)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+
+def _refuse_changing_arguments(first: ForwardRun, again: ForwardRun) -> None:
+    if first.frozen == again.frozen:
+        return
+    pairs = zip(first.frozen, again.frozen, strict=False)
+    name, one, two = next(
+        ((a[0], a[1], b[1]) for a, b in pairs if a != b), ("the number of breaks", "", "")
+    )
+    raise CaptureError(
+        f"{name}: differs between two equal runs ({one} and {two}). Arguments of a break that are "
+        "no tensors are frozen at capture: read what changes from pcgsvc.current_context(), or "
+        "pass it in a tensor that is updated in place."
+    )
+
+
+def _refuse_unmarked_attention(run: ForwardRun) -> None:
+    if run.attention and not run.frozen:
+        raise SplitError(
+            f"partition.strategy=breakable: the forward met no break, but calls "
+            f"{sorted(run.attention)}: it would be captured with the lengths of the capture run. "
+            "Call a @pcgsvc.splitting_op or @pcgsvc.eager_break there, name the operator in "
+            "partition.splitting_ops, or use mode=none."
+        )
+
+
+def _refuse_other_result(one: ForwardRun, other: ForwardRun) -> None:
+    """Refuse a result that is another for another row count: one form is captured for all."""
+    (leaves, tree), (twins, other_tree) = flatten(one.result), flatten(other.result)
+    found = ""
+    if tree != other_tree or len(leaves) != len(twins):
+        found = f"the result is nested as {_form(tree)} and {_form(other_tree)}"
+    for at, (leaf, twin) in enumerate(zip(leaves, twins, strict=False)):
+        kinds = [_kind(value, run.views) for value, run in ((leaf, one), (twin, other))]
+        if not found and kinds[0] != kinds[1]:
+            found = f"result leaf {at} is {kinds[0]} and {kinds[1]}"
+    if found:
+        raise TraceError(
+            f"{found}, for {one.size} and {other.size} rows: Python outside breaks runs once, at "
+            "capture, so the result must be the same whatever the row count. Return what depends "
+            "on it as a tensor, or compute it outside."
+        )
+
+
+def _form(tree: ResultTree) -> str:
+    text = " ".join(str(tree.spec).split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _kind(leaf: Any, views: Mapping[str, torch.Tensor]) -> str:
+    """Say what of a leaf must not depend on the row count."""
+    if not isinstance(leaf, torch.Tensor):
+        plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str))
+        return repr(leaf) if plain else f"a {type(leaf).__name__}"
+    given = [f"the input {name!r}" for name, view in views.items() if view is leaf]
+    return given[0] if given else f"a {leaf.dtype} tensor of {leaf.dim()} dimensions"

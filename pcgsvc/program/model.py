@@ -1,0 +1,96 @@
+"""A compiled forward: what runs, what it assumes, and how its results are put together.
+
+In: a module, a program image and compiled pieces. Out: `CompiledModel`, which capture, check and
+serve read. Knows nothing of graphs or of where any of it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pcgsvc.forward.arguments import Arguments
+from pcgsvc.forward.objects import tensors_of
+from pcgsvc.forward.request import Request, make_workspace
+from pcgsvc.forward.results import tensors_in
+from pcgsvc.forward.specs import SizePredicate
+from pcgsvc.forward.workspace import Workspace
+from pcgsvc.program.image import ProgramImage
+from pcgsvc.program.outputs import OutputPlan
+from pcgsvc.program.pieces import PieceCounts
+from pcgsvc.program.program import Program
+
+
+@dataclass(kw_only=True)
+class CompiledModel:
+    """A forward as a program, loaded or made; nothing of it changes once it is built."""
+
+    module: Callable[..., Any]
+    """The forward itself, for comparison and for what the program is not valid for."""
+    arguments: Arguments
+    image: ProgramImage
+    program: Program
+    start: str
+    """`cold` (traced here) or `warm` (loaded)."""
+    counts: PieceCounts
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Captured tensors that are no parameter or buffer, by binding name."""
+    facts: Mapping[str, Any] | None = None
+    """What it is stored under; None: it is not stored."""
+    misses: list[str] = field(default_factory=list)
+    """Why it was not loaded, or cannot be stored."""
+    warnings: list[str] = field(default_factory=list)
+    """What was asked for and is not done."""
+    memory: Workspace | None = None
+    """Set where the forward had to be run to learn what it does."""
+
+    @property
+    def predicate(self) -> SizePredicate:
+        """Which row counts the program is valid for."""
+        return self.image.predicate
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        """Names of parameters and buffers that the program writes to."""
+        return self.image.mutated
+
+    @cached_property
+    def outputs(self) -> OutputPlan:
+        """How the forward's result is put together from graph results."""
+        return OutputPlan(
+            leaves=list(self.image.outputs),
+            constants=self.image.constants,
+            tree=self.image.tree(),
+            specs=list(self.image.output_specs),
+        )
+
+    def requiring(self, condition: str, origin: str) -> CompiledModel:
+        """Return the same model, valid only for row counts `s` that satisfy one more condition."""
+        predicate = self.predicate.and_also(condition, origin)
+        return replace(self, image=replace(self.image, predicate=predicate))
+
+    def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Call the module under the current context; results in the order of the graph's."""
+        leaves = tensors_in(self.module(**inputs, **self.arguments.constants))
+        flat: dict[int, torch.Tensor] = {}
+        for (kind, index), leaf in zip(self.outputs.leaves, leaves, strict=True):
+            if kind == "graph":
+                flat[index] = leaf
+        return [flat[i] for i in range(len(flat))]
+
+
+def allocate(request: Request, model: CompiledModel) -> Workspace:
+    """Allocate the static memory of a model: input buffers, step metadata, KV cache, a stream.
+
+    Parameters and buffers are used where they are.
+
+    Raises:
+        CompileError: the module lacks a tensor that the program is bound to.
+        ConfigError: `attention.num_blocks` is too small for one request of the longest length.
+    """
+    tensors = {**tensors_of(model.module), **model.tensors}
+    return make_workspace(request, model.image.spec.bindings, model.image.bind(tensors))

@@ -1,0 +1,209 @@
+"""Modes, threads, processes, nested calls and replaced weights around a call of a runner."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import WIDTH, build, plain, rows, toy
+from torch import nn
+
+import pcgsvc
+from pcgsvc.errors import (
+    PcgError,
+    StaleAddressError,
+)
+
+# ---- surroundings --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [4, 3, 20])
+@pytest.mark.parametrize("around", ["grad", "inference", "autocast", "no_grad", "float64 default"])
+def test_the_caller_s_modes_do_not_matter_and_are_left_alone(
+    shared: pcgsvc.Runner, around: str, size: int
+) -> None:
+    x = rows(size)
+    wanted = shared(x)
+    manager: Any = {
+        "grad": torch.enable_grad(),
+        "inference": torch.inference_mode(),
+        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
+        "no_grad": torch.no_grad(),
+        "float64 default": torch.no_grad(),
+    }[around]
+    if around == "float64 default":
+        torch.set_default_dtype(torch.float64)
+    try:
+        with manager:
+            modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+            got = shared(x.requires_grad_(around == "grad"))
+            assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == modes
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.dtype is torch.float32
+    assert not got.requires_grad
+    assert torch.equal(got, wanted)
+    assert torch.equal(shared(x.detach()), wanted)  # and the next call is none the worse
+
+
+@pytest.mark.parametrize(
+    "around",
+    ["autocast", "inference"],
+)
+def test_a_runner_built_under_a_mode_is_as_any_other(around: str) -> None:
+    manager: Any = torch.inference_mode() if around == "inference" else torch.autocast("cpu")
+    module = toy(1)
+    with manager:
+        runner = build(module)
+    with runner:
+        for size in (5, 20):
+            got = runner(rows(size))
+            assert got.dtype is torch.float32
+            torch.testing.assert_close(got, plain(module, rows(size)))
+
+
+def test_calls_from_eight_threads_are_each_right(shared: pcgsvc.Runner) -> None:
+    """A10."""
+    inputs = [rows(1 + at % 12, seed=at) for at in range(64)]
+    wanted = [plain(toy(2), x) for x in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        for got, want in zip(pool.map(shared, inputs), wanted, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_two_threads_may_build_at_once() -> None:
+    made: list[Any] = []
+
+    def go(seed: int) -> None:
+        made.append((seed, build(toy(1, seed), sizes=[4])))
+
+    threads = [threading.Thread(target=go, args=(s,)) for s in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 2
+    for seed, runner in made:
+        torch.testing.assert_close(runner(rows(3)), plain(toy(1, seed), rows(3)))
+        runner.close()
+
+
+def test_a_boundary_that_raises_leaves_the_runner_usable() -> None:
+    with build(toy(1), sizes=[4]) as runner:
+        with pytest.raises(AssertionError):
+            runner(torch.full((3, WIDTH), float("nan")))
+        torch.testing.assert_close(runner(rows(3)), plain(toy(1), rows(3)))
+        with pytest.raises(PcgError, match="no forward context"):
+            pcgsvc.current_context()
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def test_an_update_in_place_just_works() -> None:
+    """A4."""
+    module = toy(1)
+    with build(module, sizes=[4]) as runner:
+        before = runner(rows(3))
+        module.load_state_dict(toy(1, seed=9).state_dict())
+        with torch.no_grad():
+            module.blocks[0].up.weight.mul_(2)
+        assert not torch.equal(runner(rows(3)), before)
+        torch.testing.assert_close(runner(rows(3)), plain(module, rows(3)))
+
+
+def replace_data(module: Any) -> None:
+    module.blocks[0].up.weight.data = torch.randn(WIDTH, WIDTH)
+
+
+def replace_parameter(module: Any) -> None:
+    module.blocks[0].up.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+
+def replace_submodule(module: Any) -> None:
+    module.blocks[0].up = nn.Linear(WIDTH, WIDTH)
+
+
+def assign_state(module: Any) -> None:
+    module.load_state_dict(toy(1, seed=3).state_dict(), assign=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_data, replace_parameter, replace_submodule, assign_state],
+)
+def test_replaced_weights_are_refused_at_the_next_call(change: Any) -> None:
+    module = toy(1)
+    with build(module, sizes=[4]) as runner:
+        runner(rows(3))
+        change(module)
+        with pytest.raises(StaleAddressError, match=r"blocks\.0(.|\n)*load_state_dict"):
+            runner(rows(3))
+
+
+# ---- processes and nested calls ------------------------------------------------------------------
+
+
+@pcgsvc.splitting_op("toy::calls_runner", mutates_args=("out",))
+def calls_runner(x: torch.Tensor, out: torch.Tensor) -> None:
+    runner = CALLED.get("runner")
+    out.copy_(x if runner is None else runner(x * 2))
+
+
+CALLED: dict[str, pcgsvc.Runner] = {}
+
+
+def test_a_runner_is_not_called_by_an_op_of_its_own_call() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        torch.ops.toy.calls_runner(x + 1, out)
+        return out * 3
+
+    with build(forward, sizes=[4]) as runner:
+        CALLED["runner"] = runner
+        try:
+            with pytest.raises(PcgError, match="called by a splitting op"):
+                runner(rows(3))
+        finally:
+            del CALLED["runner"]
+        x = rows(3)
+        assert torch.equal(runner(x), (x + 1) * 3)
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not_got(shared: pcgsvc.Runner) -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with shared.lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if shared.lock.acquire(timeout=20) else 1)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert status == 0
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
+def test_a_runner_is_neither_copied_nor_pickled(shared: pcgsvc.Runner, how: Any) -> None:
+    with pytest.raises(TypeError, match="a Runner cannot be copied or pickled"):
+        how(shared)
+
+
+def test_a_closed_runner_is_not_entered_again() -> None:
+    runner = build(toy(1), sizes=[4])
+    runner.close()
+    with pytest.raises(PcgError, match="is closed"), runner:
+        pass

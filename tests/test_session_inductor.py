@@ -1,0 +1,130 @@
+"""Capture of pieces that Inductor compiled, and the sources that `dump_dir` holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import WIDTH, attended, build, make_config, plain, rows, toy
+from torch import nn
+
+import pcgsvc
+from pcgsvc.config import CacheConfig
+from pcgsvc.errors import PcgError
+
+
+@pytest.fixture(scope="module")
+def inductor() -> Iterator[tuple[Any, pcgsvc.Runner]]:
+    module = toy(3)
+    with build(module, compiler="inductor", sizes=[4, 8], poison=True) as runner:
+        yield module, runner
+
+
+@pytest.mark.slow
+def test_inductor_pieces_replay_what_the_module_gives(inductor: tuple[Any, Any]) -> None:
+    module, runner = inductor
+    for at, size in enumerate((5, 8, 1, 4, 5, 20)):
+        x = rows(size, seed=at)
+        torch.testing.assert_close(runner(x), plain(module, x), rtol=1e-4, atol=1e-5)
+    assert runner.report["compile"]["num_compiled"] == 3
+    assert set(runner.stats()["hits"]) == {"piecewise:4", "piecewise:8"}
+
+
+@pytest.mark.slow
+def test_an_inductor_piece_that_only_writes_is_replayed() -> None:
+    class Writes(nn.Module):
+        state: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(1, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = attended(x)
+            y.mul_(3)  # the region's only result is the memory that it was given
+            z = attended(y)
+            self.state += 1  # a region without any result
+            return attended(z)
+
+    module = Writes().eval()
+    with build(module, compiler="inductor", sizes=[8]) as runner:
+        for at in range(3):
+            x = rows(5, seed=at)
+            torch.testing.assert_close(runner(x), x * 24)
+        assert module.state[0, 0].item() == 3
+
+
+@pytest.mark.slow
+def test_inductor_refuses_to_part_two_views_that_are_written_behind_a_split() -> None:
+    from pcgsvc.errors import SplitError
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        base = x * 2
+        a, b = base.view(-1), base.view(2, -1)
+        y = attended(x)
+        a.mul_(2)
+        return b.sum() + y + a.view(-1, WIDTH)
+
+    with pytest.raises(SplitError, match="share memory"):
+        build(forward, compiler="inductor", sizes=[8])
+
+
+@pytest.mark.slow
+def test_an_inductor_option_that_does_not_exist_names_the_piece() -> None:
+    from core_helpers import make_config
+
+    config = make_config(compiler="inductor", sizes=[4])
+    config.compiler.options = {"no_such_option": 1}
+    with pytest.raises(PcgError, match="piece_00"):
+        pcgsvc.build_runner(toy(1), rows(3), dynamic_dims={"x": 0}, config=config)
+
+
+@pytest.mark.slow
+def test_dump_dir_holds_the_sources_of_the_pieces_at_a_cold_and_a_warm_start(
+    tmp_path: Path,
+) -> None:
+    from core_helpers import make_config
+
+    config = make_config(compiler="inductor", sizes=[4])
+    config.compiler.specialize_sizes = [4]
+    config.cache = CacheConfig(dir=str(tmp_path / "cache"))
+    dumps = []
+    for start in ("cold", "warm"):
+        config.debug.dump_dir = str(tmp_path / start)
+        with pcgsvc.build_runner(sines, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
+            assert runner.report["compile"]["start"] == start
+        dumps.append({p.name: p.read_text() for p in (tmp_path / start).iterdir()})
+    assert sorted(dumps[0]) == [
+        "piece_00.fx.py",
+        "piece_00.inductor.py",
+        "piece_00.size_4.inductor.py",
+    ]
+    assert dumps[0] == dumps[1]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_dumped_at_a_warm_start_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pcgsvc.compilers.inductor import InductorPiece
+
+    config = make_config(compiler="inductor", sizes=[4])
+    config.cache = CacheConfig(dir=str(tmp_path / "cache"))
+    pcgsvc.build_runner(sines, rows(3), dynamic_dims={"x": 0}, config=config).close()
+    config.debug.dump_dir = str(tmp_path / "dump")
+
+    def none(piece: InductorPiece) -> str:
+        raise AttributeError("source_code")
+
+    monkeypatch.setattr(InductorPiece, "generated", none)
+    monkeypatch.setattr(InductorPiece, "num_kernels", lambda piece: 1)
+    pcgsvc.build_runner(sines, rows(3), dynamic_dims={"x": 0}, config=config).close()
+    assert [p.name for p in (tmp_path / "dump").iterdir()] == ["piece_00.fx.py"]
+    assert "debug.dump_dir: piece_00.inductor.py cannot be written" in caplog.text
+
+
+def sines(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() + 1

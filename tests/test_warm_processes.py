@@ -1,0 +1,207 @@
+"""Warm starts of processes of their own: another home and place, no Dynamo, no compiler, no file.
+
+Those with Inductor share one cold build.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from store_helpers import damage_entry, sql
+from warm_cli_helpers import (
+    PLAIN,
+    TINY,
+    WARM,
+    Cli,
+    cache_command_line,
+    finish,
+    home,
+    in_process,
+    listing,
+)
+
+import pcgsvc
+from pcgsvc.cache.store import Store
+
+
+@pytest.fixture
+def cli(
+    tmp_path: Path,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> Iterator[Cli]:
+    with cache_command_line(tmp_path, root, monkeypatch, capsys, caplog) as call:
+        yield call
+
+
+NO_DYNAMO = """
+import sys
+import torch  # from 2.14 on it asks whether triton is installed, without importing it
+torch.set_num_threads(1)
+from pcgsvc.jobs.app import main
+code = main(sys.argv[1:])
+loaded = [n for n in sys.modules if n.startswith(("torch._dynamo", "torch._inductor", "triton"))]
+sys.exit(f"imported: {loaded}" if loaded else code)
+"""
+
+
+def test_another_process_home_and_place_is_warm_without_importing_dynamo(
+    cli: Cli, root: Path, tmp_path: Path
+) -> None:
+    assert cli().code == 0
+    moved = tmp_path / "moved" / "elsewhere"
+    moved.parent.mkdir()
+    root.rename(moved)
+    environment = home(tmp_path / "other")
+    report = tmp_path / "report.json"
+    argv = [*TINY, f"cache.dir={moved}", f"report={report}", "cache.require_warm=true"]
+    finish(in_process(NO_DYNAMO, argv, tmp_path / "other" / "cwd", **environment))
+    compiled = json.loads(report.read_text())["compile"]
+    assert (compiled["start"], compiled["num_traces"], compiled["num_compiled"]) == WARM
+    assert all(row["ok"] for row in json.loads(report.read_text())["verify"])
+
+
+def run_off(tmp_path: Path, root: Path, compiler: str) -> set[str]:
+    """Run with the cache off; return what new files there are."""
+    environment = home(tmp_path / "other")
+    argv = [*TINY, f"cache.dir={root}", "cache.mode=off", f"compiler={compiler}", "hydra.run.dir=o"]
+    places = (tmp_path / "other", root.parent, Path(os.environ["XDG_CACHE_HOME"]))
+    before = listing(*places)
+    finish(in_process(PLAIN, argv, tmp_path / "other" / "cwd", **environment))
+    output = str(tmp_path / "other" / "cwd" / "o")
+    return {p for p in listing(*places) - before if not p.startswith(output)}
+
+
+def test_off_leaves_no_file_anywhere(tmp_path: Path, root: Path) -> None:
+    assert run_off(tmp_path, root, "eager") == set()
+
+
+# ---- Inductor ------------------------------------------------------------------------------------
+
+INDUCTOR = ["device=cpu", "model=two_regions", "compiler=inductor", "capture.sizes=[1,2]"]
+INDUCTOR += ["bench.enabled=false", "mode=piecewise"]
+RAISING = """
+import sys
+import torch
+torch.set_num_threads(1)
+from pcgsvc import torch_private
+from pcgsvc.jobs.app import main
+
+def refuse(*args, **kwargs):
+    raise AssertionError("a warm start traces or compiles")
+
+torch_private.dynamo_trace = refuse
+torch_private.inductor_compile = refuse
+sys.exit(main(sys.argv[1:]))
+"""
+# On the PATH without this wrapper: `-v` prints how the compiler was found, and that is compared.
+WRAPPER = """#!/bin/bash
+echo "$@" >> {log}
+for word in "$@"; do
+    case "$word" in --version|-v|-dump*) exec env PATH="{path}" {name} "$@";; esac
+done
+echo "asked for more than its version: $@" >&2
+exit 1
+"""
+
+
+@pytest.fixture(scope="module")
+def inductor_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with one Inductor program, built in a process of its own: the only cold build."""
+    folder = tmp_path_factory.mktemp("inductor")
+    argv = [*INDUCTOR, f"cache.dir={folder / 'cache'}", f"report={folder / 'report.json'}"]
+    finish(in_process(PLAIN, argv, folder, **home(folder / "builder")))
+    compiled = json.loads((folder / "report.json").read_text())["compile"]
+    assert (compiled["start"], compiled["num_compiled"]) == ("cold", 2)
+    left = [p for p in listing(folder / "builder" / "tmp", folder / "builder" / "home")]
+    assert left == []
+    return folder / "cache"
+
+
+def only_versions(folder: Path) -> tuple[str, Path]:
+    """Return a PATH on which every C++ compiler tells its version only, and the log of calls."""
+    folder.mkdir()
+    log = folder / "log"
+    log.touch()
+    for name in ("g++", "gcc", "c++", "cc", "clang++", "clang"):
+        if shutil.which(name) is not None:
+            text = WRAPPER.format(log=log, name=name, path=os.environ["PATH"])
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}", log
+
+
+def start_warm(root: Path, folder: Path, *, code: str = RAISING) -> dict[str, Any]:
+    """Start in a process of another home and place, with compilers that only tell their version."""
+    environment = home(folder)
+    environment["PATH"], log = only_versions(folder / "bin")
+    report = folder / "report.json"
+    argv = [*INDUCTOR, f"cache.dir={root}", f"report={report}", "cache.require_warm=true"]
+    finish(in_process(code, argv, folder / "cwd", **environment))
+    assert set(listing(folder / "tmp", folder / "home")) == set()
+    calls = log.read_text().splitlines()
+    assert all(len(call.split()) <= 2 for call in calls), calls
+    return dict(json.loads(report.read_text()))
+
+
+@pytest.mark.slow
+def test_inductor_is_warm_elsewhere_and_asks_the_compiler_for_its_version_only(
+    inductor_root: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved" / "deeper"
+    shutil.copytree(inductor_root, moved)
+    report = start_warm(moved, tmp_path / "other")
+    compiled = report["compile"]
+    assert (compiled["start"], compiled["num_traces"], compiled["num_compiled"]) == WARM
+    assert compiled["num_loaded"] == 2
+    assert report["verify"]
+    assert all(row["ok"] for row in report["verify"])
+
+
+@pytest.mark.slow
+def test_an_exported_inductor_program_is_warm_on_a_fresh_machine(
+    inductor_root: Path, tmp_path: Path
+) -> None:
+    from pcgsvc.cache.bundle import export_bundle, import_bundle
+
+    with Store.open(str(inductor_root)) as store:
+        info = export_bundle(store, tmp_path / "bundle.tar")
+    with Store.open(str(tmp_path / "fresh")) as store:
+        import_bundle(store, tmp_path / "bundle.tar", expected_sha256=info.sha256)
+        assert store.check().ok
+    assert start_warm(tmp_path / "fresh", tmp_path / "other")["compile"]["start"] == "warm"
+
+
+@pytest.mark.slow
+def test_off_with_inductor_leaves_no_file_anywhere(tmp_path: Path, root: Path) -> None:
+    assert run_off(tmp_path, root, "inductor") == set()
+
+
+@pytest.mark.slow
+def test_flipped_bytes_of_inductor_entries_are_never_loaded(
+    inductor_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [str(k) for (k,) in sql(inductor_root, "SELECT key FROM Cache")]
+    assert len(keys) == 4  # program, toolchain, two pieces
+    copied = tmp_path / "copy"
+    shutil.copytree(inductor_root, copied)
+    for key in keys:
+        damage_entry(copied, key)
+    torch.set_num_threads(1)
+    with pcgsvc.load_runner([*INDUCTOR, f"cache.dir={copied}"]) as runner:
+        assert runner.report["compile"]["num_compiled"] == 2
+        x = torch.randn(2, 32)
+        with torch.no_grad():
+            assert torch.isfinite(runner(x)).all()
+    assert "digest" in caplog.text or "a miss" in caplog.text
+    with pcgsvc.load_runner([*INDUCTOR, f"cache.dir={copied}"]) as runner:
+        assert runner.report["compile"]["start"] == "warm"
