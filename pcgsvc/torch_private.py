@@ -1,10 +1,10 @@
-"""Every private torch name that pcgsvc touches, one function each, so that a new torch breaks here.
+"""Every private torch name that pcgsvc uses, one function each, so that a new torch breaks here.
 
-In: ordinary tensors, functions and graphs. Out: the same. Knows nothing of pcgsvc's own types.
-`tests/test_torch_private.py` has a test per name. Tried on torch 2.11, 2.13 and 2.14.
+In and out: tensors, functions and graphs; no types of pcgsvc's. Ordered by the rooms that ask.
+`tests/test_torch_private.py` has a test per name, `docs/versions.md` the torch versions tried.
 
-The compiler (`torch._dynamo`, `torch._inductor`) is imported by the functions that use it, because
-importing it takes seconds that a warm start does not have.
+Functions import the compiler (`torch._dynamo`, `torch._inductor`) themselves: importing it takes
+seconds, which a warm start does not have.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import re
 import sys
 import warnings
@@ -24,19 +25,108 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# ---- any room ------------------------------------------------------------------------------------
+
+
+def is_torch_file(path: str) -> bool:
+    """Whether a source file is part of the installed torch, for finding the user's line."""
+    return path.startswith(_TORCH_FOLDER)
+
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return an identity of the tensor's storage, for fake tensors as well."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_torch_op(target: Any) -> bool:
+    """Whether `target` is a torch.ops callable."""
+    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def op_name(op: Any) -> str | None:
+    """Return `ns::op` of a torch.ops callable without its overload, else None."""
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op._schema.name)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return str(op._qualified_op_name)
+    return None
+
+
+def qualified_name(function: Callable[..., Any]) -> str:
+    """Return the dotted name by which FX would print `function`."""
+    return str(torch.fx.node._get_qualified_name(function))
+
+
+class RecordingMode(TorchDispatchMode):
+    """A dispatch mode whose handler torch does not wrap for Dynamo to skip.
+
+    That wrapper imports Dynamo at the first op, which takes seconds; these modes are never traced.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager in which tensors have memory, also inside `fake_tensors`."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def shapes_only() -> bool:
+    """Whether a fake tensor mode is active, in which tensors have no values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
 
 def import_compilers(*, inductor: bool) -> None:
-    """Import Dynamo, and Inductor if asked, so that the seconds it takes can be told apart."""
+    """Import Dynamo, and Inductor if asked for, so that the time it takes can be measured."""
     importlib.import_module("torch._dynamo")
     if inductor:
         importlib.import_module("torch._inductor.compile_fx")
 
 
-# ---- Dynamo --------------------------------------------------------------------------------------
+# ---- forward, ops --------------------------------------------------------------------------------
+
+
+def is_pytree_class(cls: type) -> bool:
+    """Whether torch's pytree flattens instances of a class: built in, or registered."""
+    from torch.utils import _pytree
+
+    return cls in _pytree.SUPPORTED_NODES
+
+
+def functionalized_op(node: Any) -> Any:
+    """Return the in-place op that a node of a functional graph calls, else None."""
+    if getattr(node, "target", None) is not torch.ops.higher_order.auto_functionalized_v2:
+        return None
+    return node.args[0]
+
+
+def fake_like(value: Any, dtype: torch.dtype) -> Any:
+    """Return a fake tensor of the same shape and strides, in the same fake mode."""
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
+
+
+def fake_call(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an op on fake values, the first of which is a tensor, in its fake mode."""
+    with args[0].fake_mode:
+        return target(*args, **kwargs)
+
+
+# ---- trace ---------------------------------------------------------------------------------------
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Tell Dynamo that `dim` of `tensor` is symbolic."""
+    """Mark `dim` of `tensor` as symbolic for Dynamo."""
     import torch._dynamo
 
     torch._dynamo.mark_dynamic(tensor, dim)
@@ -50,9 +140,8 @@ def dynamo_trace(
 ) -> Any:
     """Call `function` under `torch.compile(fullgraph=True, dynamic=False)` and return its result.
 
-    `guard_sink` gets Dynamo's guards with their values (the hook is called several times; the last
-    call has them all). Nothing of the compiled code stays in Dynamo's caches but an entry for
-    `function`'s own code object.
+    `guard_sink` receives Dynamo's guards with their values (the hook is called several times; the
+    last call has all of them). Dynamo's caches keep only an entry for `function`'s code object.
     """
     import torch._dynamo
     import torch._inductor.config as inductor_config  # Dynamo imports it too
@@ -71,13 +160,13 @@ def dynamo_trace(
     # Pinned: new in 2.14, where it would change the node order between versions.
     pins = {"canonicalize_output_graph_node_order": False}
     known = {k: v for k, v in pins.items() if hasattr(torch._dynamo.config, k)}
-    # Freezing, an environment variable's wish, would make the weights constants of the graph.
+    # Freezing, which an environment variable can set, would make weights constants of the graph.
     with torch._dynamo.config.patch(known), inductor_config.patch(freezing=False):
         return compiled(*args)
 
 
 def dynamo_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types by which Dynamo refuses to trace."""
+    """Return the exception types that Dynamo raises when it cannot trace."""
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
@@ -85,16 +174,16 @@ def dynamo_errors() -> tuple[type[Exception], ...]:
 
 
 def side_effects() -> list[str]:
-    """Return where the running trace changes Python state (inside a backend hook), by source.
+    """Return the sources whose Python state the running trace changes (inside a backend hook).
 
-    Attributes that end as they began, as a flag does that is set for a block, are no change.
+    Attributes that end with their old value, such as a flag set for a block, are not counted.
     """
     from torch._dynamo.source import TempLocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     effects = InstructionTranslator.current_tx().output.side_effects
     if not hasattr(effects, "_get_modified_vars"):
-        return []  # results that go nowhere are still noticed by their sentinels
+        return []  # results stored outside the forward's are still noticed by their sentinels
     changed = [v for v in effects._get_modified_vars() if not _put_back(effects, v)]
     sources = [getattr(v, "source", None) for v in changed]
     # Objects that the forward made itself have a temporary source.
@@ -102,18 +191,18 @@ def side_effects() -> list[str]:
 
 
 def _put_back(effects: Any, variable: Any) -> bool:
-    """Whether all that a trace changed of an object are attributes that have their old values."""
+    """Whether a trace changed only attributes of an object, and they have their old values."""
     from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
 
     stored = effects.store_attr_mutations.get(variable)
     if not stored or not isinstance(variable, UserDefinedObjectVariable):
         return False
-    held = variable.value  # as it is: tracing changes it at the end, if at all
+    held = variable.value  # still unchanged: Dynamo applies changes after tracing
     inside = getattr(variable, "is_base_vt_modified", None)
     if inside is not None and inside(effects):
         return False
     for name, value in stored.items():
-        then = getattr(held, "__dict__", {}).get(name, stored)  # no attribute: never a constant
+        then = getattr(held, "__dict__", {}).get(name, stored)  # missing: `stored`, no constant
         if not isinstance(then, _CONSTANTS) or not isinstance(value, ConstantVariable):
             return False
         now = value.as_python_constant()
@@ -126,7 +215,7 @@ _CONSTANTS = (bool, int, float, str, bytes, type(None))
 
 
 def tracing_shape_env() -> Any:
-    """Return the ShapeEnv of the trace that is running (inside a backend hook)."""
+    """Return the ShapeEnv of the running trace (inside a backend hook)."""
     from torch._guards import TracingContext
 
     fake_mode = TracingContext.get().fake_mode
@@ -134,24 +223,15 @@ def tracing_shape_env() -> Any:
 
 
 def ignored_call(target: Any) -> bool:
-    """Whether a graph node reports API usage, sets a mode that a runner fixes, or asks for a GPU.
+    """Whether a graph node logs API usage, sets the grad mode, or queries the device.
 
-    Dynamo leaves a question about the device in the graph after it has put the answer in.
+    A runner fixes the grad mode, and Dynamo has put the answer to the query into the graph.
     """
     return target in (
         torch._C._log_api_usage_once,
         torch._C._set_grad_enabled,
         torch.cuda.get_device_capability,
     )
-
-
-def autocast_kind(target: Any) -> str | None:
-    """Return `enter` or `exit` for the nodes of an autocast block, else None."""
-    if target is torch.amp.autocast_mode._enter_autocast:
-        return "enter"
-    if target is torch.amp.autocast_mode._exit_autocast:
-        return "exit"
-    return None
 
 
 def symbolic_expr(value: Any) -> Any:
@@ -166,35 +246,6 @@ def python_source(expression: Any) -> str:
     return str(PythonPrinter().doprint(expression))
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    """Return an identity of the tensor's storage; works for fake tensors, which have no address."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-class RecordingMode(TorchDispatchMode):
-    """A dispatch mode whose handler torch does not wrap to be skipped by Dynamo.
-
-    The wrapper imports Dynamo, seconds of import, at the first op; nothing here is ever traced.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-def is_pytree_class(cls: type) -> bool:
-    """Whether torch's pytree takes instances of a class apart: built in, or registered."""
-    from torch.utils import _pytree
-
-    return cls in _pytree.SUPPORTED_NODES
-
-
-# ---- ops -----------------------------------------------------------------------------------------
-
-
 def op_schema(op: Any) -> Any:
     """Return the schema of an OpOverload, or of a packet's only or default overload, else None."""
     if isinstance(op, torch._ops.OpOverload):
@@ -206,18 +257,20 @@ def op_schema(op: Any) -> Any:
     return None
 
 
-def op_name(op: Any) -> str | None:
-    """Return `ns::op` of a torch.ops callable without its overload, else None."""
-    if isinstance(op, torch._ops.OpOverload):
-        return str(op._schema.name)
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        return str(op._qualified_op_name)
-    return None
-
-
 def higher_order_name(op: Any) -> str | None:
     """Return the name of an operator that runs graphs of its own (`cond`, …), else None."""
     return str(op._name) if isinstance(op, torch._ops.HigherOrderOperator) else None
+
+
+# ---- program, partition --------------------------------------------------------------------------
+
+
+def through_torch(source: str) -> bool:
+    """Whether a guard's source reads torch through a global that Dynamo itself has set.
+
+    Dynamo builds `type(tensor)` from it. Its name holds an address, another one in every process.
+    """
+    return f"G['_{id(torch)}_c" in source
 
 
 def op_schemas(packet: Any) -> list[str]:
@@ -226,9 +279,9 @@ def op_schemas(packet: Any) -> list[str]:
 
 
 def op_functions(name: str) -> list[Any]:
-    """Return the Python functions that torch knows behind an op made with `torch.library`.
+    """Return the Python functions behind an op made with `torch.library.custom_op`.
 
-    Kernels of `torch.library.impl` are not among them; the dispatcher calls those at run time.
+    Kernels registered by `torch.library.impl` are not included: only the dispatcher has them.
     """
     from torch._library.custom_ops import OPDEFS
     from torch._library.simple_registry import singleton
@@ -237,17 +290,6 @@ def op_functions(name: str) -> list[Any]:
     kernels = [] if made is None else [made._init_fn, *made._backend_fns.values()]
     fake = singleton.find(name).fake_impl.kernel
     return [*kernels, None if fake is None else fake.func]
-
-
-def global_hooks() -> list[Any]:
-    """Return the hooks that run in every module; Dynamo traces them into the graph."""
-    home = torch.nn.modules.module
-    return [*home._global_forward_pre_hooks.values(), *home._global_forward_hooks.values()]
-
-
-def op_exists(name: str) -> bool:
-    """Whether `ns::op` is registered, with any overload."""
-    return bool(torch._C._jit_get_schemas_for_operator(name))
 
 
 def op_tags(op: Any) -> set[torch.Tag]:
@@ -259,23 +301,28 @@ def op_tags(op: Any) -> set[torch.Tag]:
     return set()
 
 
-def is_torch_op(target: Any) -> bool:
-    """Whether `target` is a torch.ops callable."""
-    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+def global_hooks() -> list[Any]:
+    """Return the hooks that run in every module; Dynamo traces them into the graph."""
+    home = torch.nn.modules.module
+    return [*home._global_forward_pre_hooks.values(), *home._global_forward_hooks.values()]
 
 
-def qualified_name(function: Callable[..., Any]) -> str:
-    """Return the dotted name by which FX would print `function`."""
-    return str(torch.fx.node._get_qualified_name(function))
+def autocast_kind(target: Any) -> str | None:
+    """Return `enter` or `exit` for the nodes of an autocast block, else None."""
+    if target is torch.amp.autocast_mode._enter_autocast:
+        return "enter"
+    if target is torch.amp.autocast_mode._exit_autocast:
+        return "exit"
+    return None
 
 
-# ---- Inductor ------------------------------------------------------------------------------------
+# ---- compilers -----------------------------------------------------------------------------------
 
 
 def inductor_compile(
     module: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]
 ) -> Any:
-    """Compile a graph by itself into an artifact that can be called and serialised."""
+    """Compile a graph into an artifact that can be called and serialised."""
     import torch._inductor
 
     return torch._inductor.standalone_compile(
@@ -284,7 +331,7 @@ def inductor_compile(
 
 
 def partition_options(names: Sequence[str]) -> dict[str, Any]:
-    """Return the Inductor options that make custom ops partition borders, by `ns::op`."""
+    """Return the Inductor options that split its graph at custom ops, given as `ns::op`."""
     import torch._inductor.config as inductor_config
 
     spelled = [s for n in names for s in (n, f"{n}.default", n.replace("::", "."))]
@@ -292,64 +339,20 @@ def partition_options(names: Sequence[str]) -> dict[str, Any]:
     return {name: v for name, v in wanted.items() if hasattr(inductor_config, name)}
 
 
-def fake_mode() -> Any:
-    """Return a block in which tensors have shapes and no memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+def tuning_options(*, max_autotune: bool, combo_kernels: bool, threads: int) -> dict[str, Any]:
+    """Return Inductor's options for autotuning, combo kernels and its number of processes."""
+    import torch._inductor.config as inductor_config
 
-    return FakeTensorMode(shape_env=ShapeEnv())
-
-
-def fake_tensors() -> Any:
-    """Return a block in which whatever is made has a shape and no memory; it may be entered again.
-
-    Real tensors that meet those inside are taken for such as well. Unlike `fake_mode` it has no
-    symbols: all sizes are numbers. Asking for an address raises: a kernel that is launched by hand
-    would else get a null pointer.
-    """
-    import torch._functorch.config as functorch_config
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-        return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextlib.contextmanager
-def swappable(mode: Any) -> Iterator[None]:
-    """Let fake parameters be converted (`Module.to`) for a block inside that of `fake_tensors`.
-
-    `Module.to` swaps them for new ones, which torch refuses for tensors with weak references. The
-    fake mode's memo has such; for the block it holds its tensors strongly, and forgets them after.
-    """
-    converter = mode.fake_tensor_converter.meta_converter
-    before, converter.tensor_memo = converter.tensor_memo, {}
-    try:
-        yield
-    finally:
-        converter.tensor_memo = before
-
-
-def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Return a block in which tensors have memory, whatever blocks it stands in."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    return unset_fake_temporarily()
-
-
-def shapes_only() -> bool:
-    """Whether this code runs inside a block of fake tensors, where nothing has values."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values, and not a shape alone."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+    wanted = {
+        "max_autotune": max_autotune,
+        "combo_kernels": combo_kernels,
+        "compile_threads": threads,
+    }
+    return {name: v for name, v in wanted.items() if hasattr(inductor_config, name)}
 
 
 def graph_pass(functions: Sequence[Callable[[torch.fx.Graph], None]], identity: str) -> Any:
-    """Return functions as one custom pass of Inductor's; `identity` goes into its own keys."""
+    """Return functions as one custom pass of Inductor's; its cache keys contain `identity`."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -363,39 +366,16 @@ def graph_pass(functions: Sequence[Callable[[torch.fx.Graph], None]], identity: 
     return Pass()
 
 
-def functionalized_op(node: Any) -> Any:
-    """Return the writing op that a node of a functional graph calls, else None."""
-    if getattr(node, "target", None) is not torch.ops.higher_order.auto_functionalized_v2:
-        return None
-    return node.args[0]
+def fake_mode() -> Any:
+    """Return a context manager in which tensors have shapes and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-
-def fake_like(value: Any, dtype: torch.dtype) -> Any:
-    """Return a fake tensor of the same shape and strides, in the same fake mode."""
-    with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
-
-
-def fake_call(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an op on fake values, the first of which is a tensor, in its fake mode."""
-    with args[0].fake_mode:
-        return target(*args, **kwargs)
-
-
-def tuning_options(*, max_autotune: bool, combo_kernels: bool, threads: int) -> dict[str, Any]:
-    """Return Inductor's options for what it tries, merges, and how many processes it starts."""
-    import torch._inductor.config as inductor_config
-
-    wanted = {
-        "max_autotune": max_autotune,
-        "combo_kernels": combo_kernels,
-        "compile_threads": threads,
-    }
-    return {name: v for name, v in wanted.items() if hasattr(inductor_config, name)}
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def stop_compile_workers() -> None:
-    """End Inductor's worker processes; the next compile that wants some starts new ones."""
+    """End Inductor's worker processes; the next parallel compile starts new ones."""
     from torch._inductor import async_compile
 
     if hasattr(async_compile, "shutdown_compile_workers"):  # else torch ends them at exit
@@ -415,37 +395,37 @@ def inductor_source(artifact: Any) -> str:
 
 
 def inductor_serialize(artifact: Any) -> bytes:
-    """Return an artifact of `inductor_compile` as bytes (they hold a pickle)."""
+    """Return an artifact of `inductor_compile` as bytes, which contain a pickle."""
     return bytes(artifact.serialize())
 
 
 def inductor_deserialize(data: bytes) -> Any:
-    """Load an artifact. `data` must be trusted: it holds a pickle, and torch checks no version."""
+    """Load an artifact. `data` must be trusted: it is a pickle, and torch checks no version."""
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
     return AOTCompiledArtifact.deserialize(data)
 
 
 class NotDirectError(Exception):
-    """An artifact of Inductor's cannot be run without Inductor; `str()` of it is why."""
+    """An artifact of Inductor's cannot be run without Inductor; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """What Inductor generated for an artifact around which torch does nothing."""
+    """The generated code of an artifact that torch calls without wrappers."""
 
     source: str
     namespace: dict[str, Any]
-    """Globals of the module that was made of the source."""
+    """Globals of the module loaded from the source."""
     aligned: list[int]
-    """Places of the arguments that the code takes for aligned."""
+    """Positions of the arguments that the code assumes to be aligned."""
 
 
 def inductor_generated(artifact: Any) -> Generated:
     """Return the generated code of an artifact of `inductor_compile` or `inductor_deserialize`.
 
     Raises:
-        NotDirectError: torch does more than to call that code.
+        NotDirectError: torch runs more than that code.
     """
     from torch._inductor.codecache import PyCodeCache
 
@@ -495,10 +475,10 @@ def is_inductor_kernel(value: Any) -> bool:
 
 
 def static_kernel(kernel: Any) -> dict[str, Any]:
-    """Return all that a launch of a Triton kernel of Inductor's needs, of JSON types.
+    """Return what is needed to launch one of Inductor's Triton kernels, in JSON types.
 
     Raises:
-        NotDirectError: it is not launched by torch's static launcher, or not chosen yet.
+        NotDirectError: torch's static launcher does not launch it, or it has not been tuned yet.
     """
     from torch._inductor.runtime.triton_heuristics import GridExpr
 
@@ -531,19 +511,11 @@ def static_kernel(kernel: Any) -> dict[str, Any]:
 
 
 def load_static_kernel(
-    path: Path,
-    *,
-    name: str,
-    shared: int,
-    num_warps: int,
-    types: str,
-    num_scratch: int,
-    device: int,
+    path: Path, *, name: str, shared: int, num_warps: int, types: str, num_scratch: int, device: int
 ) -> Callable[..., None]:
     """Load a kernel's binary and return `launch(x, y, z, stream, *args)`.
 
-    The binary stays loaded as long as the function, or for the life of the process on torch 2.11,
-    which cannot unload one.
+    The binary is unloaded with the function; torch 2.11 keeps it until the process ends.
     """
     launcher: Any = torch._C._StaticCudaLauncher
     module: Any
@@ -560,13 +532,75 @@ def load_static_kernel(
     return launch
 
 
-# ---- memory --------------------------------------------------------------------------------------
+def inductor_settings() -> dict[str, Any]:
+    """Return Inductor's settings that this process has changed, by name.
+
+    Does not import Inductor: before that nothing is changed. Settings from the environment are not
+    included. (`config.get_hash()` changes with the working directory on torch 2.13 and 2.14.)
+    """
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return {}
+    portable = config.save_config_portable()
+    changed = config._get_dict(skip_default=True)
+    return {
+        name: repr(value)
+        for name, value in sorted(changed.items())
+        if name in portable and value != config._config[name].default
+    }
+
+
+@contextlib.contextmanager
+def inductor_defaults(threads: int = 1) -> Iterator[None]:
+    """Set the Inductor settings under which artifacts are compiled and loaded, for a block.
+
+    Importing the compiler, or loading an artifact, starts `threads` worker processes; none for 1.
+    Precompiled C++ headers are off: one doubles the time of the first compile, and loading an
+    artifact compiles it as well. So are torch's process-wide caches, since pcgsvc has its own.
+    """
+    import torch._inductor.config as inductor_config
+
+    wanted = {
+        "cpp_cache_precompile_headers": False,
+        "force_disable_caches": False,
+        "fx_graph_cache": True,
+        "fx_graph_remote_cache": False,
+        "compile_threads": threads,
+    }
+    known = {name: value for name, value in wanted.items() if hasattr(inductor_config, name)}
+    with inductor_config.patch(known):
+        yield
+
+
+def triton_version() -> str | None:
+    """Return the version of triton, without importing it; None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+# ---- cache, capture ------------------------------------------------------------------------------
+
+
+def settle_triton_cache(folder: Path) -> None:
+    """Make a Triton cache usable after its files were copied from another folder.
+
+    A kernel's group file names the others by absolute path; if one is missing, Triton silently
+    compiles again.
+    """
+    for group in folder.glob("*/__grp__*.json"):
+        tree = json.loads(group.read_text())
+        tree["child_paths"] = {name: str(group.parent / name) for name in tree["child_paths"]}
+        group.write_text(json.dumps(tree))
 
 
 def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     """Return a CUDA tensor over the same memory that does not keep the memory alive.
 
-    The caller must know by other means that the memory stays mapped and holds what it should.
+    The caller must ensure that the memory stays mapped and keeps its content.
     """
     storage = tensor.untyped_storage()
     view = torch._C._construct_storage_from_data_pointer(
@@ -585,31 +619,31 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _ABANDONED: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture CUDA invalidated. The pinned-memory allocator keeps a callback into each,
-and there is no way to take it back: they must not be freed as long as the process lives."""
+"""Graphs whose capture CUDA invalidated. The pinned-memory allocator keeps a callback into each
+that cannot be removed, so they must not be freed while the process lives."""
 
 
 def abandon_capture(
     graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]
 ) -> bool:
-    """End a capture that failed, and return whether its pool can still be used.
+    """End a failed capture, and return whether its pool can still be used.
 
-    When CUDA has invalidated a capture, torch's `capture_end` raises before it has told the device
+    When CUDA has invalidated a capture, torch's `capture_end` raises before it notifies the device
     allocator, the pinned-memory allocator (later captures into the pool fail with "already
     recording") and the random generator (later random numbers fail with "offset increment outside
-    graph capture"), and the pool's use count is never given back. Source: torch issue 190308; seen
-    on torch 2.11. The pinned-memory allocator's part cannot be mended, so the pool is given up.
+    graph capture"), and it does not release the pool. Source: torch issue 190308; seen on torch
+    2.11. The pinned-memory allocator cannot be reset, so the pool is not used again.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is empty: it is thrown away
+            warnings.simplefilter("ignore")  # the graph may be empty; it is discarded
             graph.capture_end()
     except RuntimeError:
         _ABANDONED.append(graph)
     else:
         graph.reset()
         return True
-    with contextlib.suppress(RuntimeError):  # a later torch may have cleaned up by itself
+    with contextlib.suppress(RuntimeError):  # a later torch may have cleaned up itself
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
     generator = torch.cuda.default_generators[device.index]
@@ -630,70 +664,44 @@ def pool_ranges(pools: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     ]
 
 
-# ---- compiler settings and caches ----------------------------------------------------------------
+# ---- jobs ----------------------------------------------------------------------------------------
 
 
-def inductor_settings() -> dict[str, Any]:
-    """Return the settings of Inductor's that this process has changed, by name.
+def op_exists(name: str) -> bool:
+    """Whether `ns::op` is registered, with any overload."""
+    return bool(torch._C._jit_get_schemas_for_operator(name))
 
-    Does not import it: what is not imported is not changed. What the environment sets is not among
-    them. (`config.get_hash()` would be the whole, but it changes with the working directory on
-    torch 2.13 and 2.14.)
+
+def fake_tensors() -> Any:
+    """Return a reusable context manager in which new tensors have shapes and no memory.
+
+    Real tensors used inside become fake ones. Unlike in `fake_mode`, all sizes are numbers. Asking
+    for an address raises: a kernel launched by hand would otherwise get a null pointer.
     """
-    config = sys.modules.get("torch._inductor.config")
-    if config is None:
-        return {}
-    portable = config.save_config_portable()
-    changed = config._get_dict(skip_default=True)
-    return {
-        name: repr(value)
-        for name, value in sorted(changed.items())
-        if name in portable and value != config._config[name].default
-    }
+    import torch._functorch.config as functorch_config
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-
-def triton_version() -> str | None:
-    """Return the version of triton, without importing it; None if there is none."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None
-
-
-def settle_triton_cache(folder: Path) -> None:
-    """Make a Triton cache usable where it lies now, after its files came from another folder.
-
-    A kernel's group file names the others by absolute path; where one is gone, Triton compiles
-    again without a word.
-    """
-    for group in folder.glob("*/__grp__*.json"):
-        tree = json.loads(group.read_text())
-        tree["child_paths"] = {name: str(group.parent / name) for name in tree["child_paths"]}
-        group.write_text(json.dumps(tree))
+    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
-def inductor_defaults(threads: int = 1) -> Iterator[None]:
-    """Set what our artifacts are compiled and loaded with, for a block.
+def swappable(mode: Any) -> Iterator[None]:
+    """Let `Module.to` convert fake parameters, for a block inside that of `fake_tensors`.
 
-    Importing the compiler, and loading an artifact, may start worker processes: as many as
-    `threads` says, none for 1.
-
-
-    A precompiled C++ header makes the first compile take twice as long, and is looked up, and so
-    compiled, even to load an artifact. Torch's process-wide caches are off: ours takes their place.
+    `Module.to` swaps parameters for new ones, which torch refuses for tensors with weak references.
+    The fake mode's memo has weak references; for the block it gets one with strong references.
     """
-    import torch._inductor.config as inductor_config
-
-    wanted = {
-        "cpp_cache_precompile_headers": False,
-        "force_disable_caches": False,
-        "fx_graph_cache": True,
-        "fx_graph_remote_cache": False,
-        "compile_threads": threads,
-    }
-    known = {name: value for name, value in wanted.items() if hasattr(inductor_config, name)}
-    with inductor_config.patch(known):
+    converter = mode.fake_tensor_converter.meta_converter
+    before, converter.tensor_memo = converter.tensor_memo, {}
+    try:
         yield
+    finally:
+        converter.tensor_memo = before
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values: it is neither fake nor on the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

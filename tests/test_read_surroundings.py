@@ -167,6 +167,15 @@ def test_a_forward_that_computes_nothing_starts_warm(start: Starter) -> None:
     assert [each.report["compile"]["start"] for each in made] == ["cold", "warm"]
 
 
+def test_a_forward_that_asks_for_the_type_of_a_tensor_starts_warm(start: Starter) -> None:
+    # Dynamo reads torch.Tensor through a global whose name holds an address of the process.
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return attended(x * 2) if type(x).__name__ == "Tensor" else x
+
+    assert not start(forward).warm
+    assert start(forward).warm
+
+
 # ---- arguments -----------------------------------------------------------------------------------
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import WIDTH, attended, build, device_forward, plain, rows, toy
+from core_helpers import WIDTH, attended, build, device_forward, make_config, plain, rows, toy
 from torch import nn
 from torch.utils import _pytree as pytree
 
 import pcgsvc
+from pcgsvc.config import Strategy
 from pcgsvc.errors import (
     BatchError,
     ConfigError,
@@ -284,6 +285,26 @@ def test_a_viewed_result_is_overwritten_by_the_next_call_and_not_before() -> Non
         second = runner(rows(3, seed=2))
         assert first.data_ptr() == second.data_ptr()
         assert not torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("size", [4, 3, 20])
+@pytest.mark.parametrize("strategy", [Strategy.FX, Strategy.BREAKABLE])
+def test_a_view_of_an_input_is_no_memory_of_the_runner(strategy: Strategy, size: int) -> None:
+    def forward(x: torch.Tensor) -> Any:
+        return x.transpose(0, 1), x[:, 1:], x.detach(), x + 1
+
+    config = make_config(sizes=[4], outputs="view")
+    config.partition.strategy = strategy
+    with pcgsvc.build_runner(forward, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
+        buffer = runner.memory.buffers["x"].untyped_storage().data_ptr()
+        *views, _ = results = runner(rows(size, seed=1))
+        wanted = forward(rows(size, seed=1))
+        assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+        assert buffer not in [v.untyped_storage().data_ptr() for v in views]
+        again = runner(views[2])[0]  # as input of the next call
+        runner(rows(size, seed=2))
+        assert all(torch.equal(a, b) for a, b in zip(views, wanted[:-1], strict=True))
+        assert torch.equal(again, wanted[0])
 
 
 def test_a_result_of_other_than_one_row_per_row_is_refused() -> None:

@@ -44,6 +44,12 @@ def test_every_function_has_a_test_here() -> None:
     assert [n for n in names if f"private.{n}(" not in text] == []
 
 
+def test_is_torch_file_goes_by_the_folder_of_the_installed_torch() -> None:
+    assert private.is_torch_file(inspect.getfile(torch.nn.Linear))
+    assert not private.is_torch_file("/home/me/torch/model.py")
+    assert not private.is_torch_file(inspect.getfile(torch).replace("torch", "torchvision"))
+
+
 # ---- Dynamo --------------------------------------------------------------------------------------
 
 
@@ -74,6 +80,15 @@ def test_dynamo_trace_gives_one_graph_its_result_and_all_guards() -> None:
     assert torch.equal(result, torch.full((2,), 3.0))
     assert len(calls) == 1
     assert any("scale" in g.name and g.value == 3 for g in seen[-1] if g.has_value)
+
+
+def test_through_torch_tells_dynamo_s_own_global_from_a_user_s() -> None:
+    _, guards = traced(lambda x: x * 2 if type(x).__name__ == "Tensor" else x, torch.ones(2))
+    own = {g.name for g in guards if private.through_torch(g.name)}
+    assert own == {g.name for g in guards if g.name.startswith("G['_") and ".Tensor" in g.name}
+    assert own
+    assert not private.through_torch("G['_c0'].Tensor")
+    assert not private.through_torch("G['__import_torch'].Tensor")
 
 
 def test_dynamo_errors_are_what_an_untraceable_forward_raises() -> None:

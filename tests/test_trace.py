@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -418,10 +420,12 @@ def test_an_in_place_write_to_an_input_is_refused() -> None:
         trace_of(forward)
 
 
-def test_a_transposed_input_as_result_is_refused_with_the_way_out() -> None:
-    with pytest.raises(TraceError, match=r"returns \.T of input 1(.|\n)*clone"):
-        trace_of(lambda x: x.T)
-    assert trace_of(lambda x: x.T.clone()).output_specs[0].row_dims() == (1,)
+@pytest.mark.parametrize("view", ["T", "mT", "H", "mH"])
+def test_a_transposed_input_as_result_is_refused_with_the_way_out(view: str) -> None:
+    with pytest.raises(TraceError, match=rf"returns \.{view} of input 1(.|\n)*clone"):
+        trace_of(lambda x: (x * 2, getattr(x, view)))
+    assert trace_of(lambda x: getattr(x, view).clone()).output_specs[0].row_dims() == (1,)
+    assert trace_of(lambda x: getattr(x * 2, view)).output_specs[0].row_dims() == (1,)
 
 
 def test_a_failed_trace_leaves_the_module_as_it_was() -> None:
@@ -490,6 +494,15 @@ def test_a_higher_order_operator_names_its_line_and_the_ways_out(kind: str) -> N
     assert message.startswith(f"{called} at /")
     assert f"{line_of(forward, f'# the {kind}')} in forward: " in message
     assert {"cond": "torch.where", "checkpoint": "call the function itself"}[kind] in message
+
+
+def test_the_line_of_a_model_in_a_folder_named_torch_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "torch" / "model.py"
+    file.parent.mkdir()
+    file.write_text("def forward(x):\n    return x if x.sum() > 0 else -x\n")
+    with pytest.raises(TraceError) as caught:
+        trace_of(runpy.run_path(str(file))["forward"])
+    assert f"because of {file}:2 in forward" in str(caught.value)
 
 
 def test_a_lambda_s_line_is_named_and_the_tracer_s_never() -> None:

@@ -45,17 +45,12 @@ def cli(
 
 NO_DYNAMO = """
 import sys
-
-class Forbid:
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith(("torch._dynamo", "torch._inductor", "triton")):
-            raise ImportError(f"{name} is forbidden here")
-
-sys.meta_path.insert(0, Forbid())
-import torch
+import torch  # from 2.14 on it asks whether triton is installed, without importing it
 torch.set_num_threads(1)
 from pcgsvc.jobs.app import main
-sys.exit(main(sys.argv[1:]))
+code = main(sys.argv[1:])
+loaded = [n for n in sys.modules if n.startswith(("torch._dynamo", "torch._inductor", "triton"))]
+sys.exit(f"imported: {loaded}" if loaded else code)
 """
 
 

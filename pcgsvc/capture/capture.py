@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pcgsvc import torch_private
 from pcgsvc.capture.cuda import CudaEngine
 from pcgsvc.capture.plan import CapturePlan, EntryKey
 from pcgsvc.capture.recorded import RecordedEngine
@@ -269,8 +270,9 @@ def _where(error: BaseException, program: Program) -> str:
         source = program.source_line(frame.filename, frame.lineno or 0)
         if source is not None:
             return f" at {source}"
-        if "/torch/" not in frame.filename and not frame.filename.startswith(_OWN_FOLDER):
-            return f" at {frame.filename}:{frame.lineno} in {frame.name}"
+        path = frame.filename
+        if not torch_private.is_torch_file(path) and not path.startswith(_OWN_FOLDER):
+            return f" at {path}:{frame.lineno} in {frame.name}"
     return ""
 
 

@@ -416,7 +416,7 @@ class Config:
     """A call that no graph serves: `run` it uncaptured and count it, or raise an `error`."""
     outputs: Outputs = Outputs.CLONE
     """`clone`: results are the caller's own; `view`: they alias graph memory and the next call of
-    the runner overwrites them."""
+    the runner overwrites them, except views of an input, which are cloned."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     dtype: str | None = None

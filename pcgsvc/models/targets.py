@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError, near
 
 _OWN_FOLDER = str(Path(__file__).parents[1])
@@ -124,6 +125,6 @@ def place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         path = frame.filename
-        if "/torch/" not in path and not path.startswith((_OWN_FOLDER, "<")):
+        if not torch_private.is_torch_file(path) and not path.startswith((_OWN_FOLDER, "<")):
             return f" at {path}:{frame.lineno} in {frame.name}"
     return ""

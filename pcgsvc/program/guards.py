@@ -160,6 +160,8 @@ def _is_users(source: str) -> bool:
     if ".environ" in source:  # os is Python's; its variables are the user's
         return True
     root = source.removeprefix("G['").split("'")[0].split("[")[0].split(".")[0].split("(")[-1]
+    if torch_private.through_torch(source):
+        return False
     if source.startswith("G['"):
         module = root.removeprefix("__import_").split("_dot_")[0]
         # What a user's module holds counts, its imports of others do not.

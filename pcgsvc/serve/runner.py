@@ -91,7 +91,9 @@ class Runner:
         self._plain_batches: dict[int, CheckedBatch] = {}
         self._names = [spec.name for spec in memory.inputs]
         self._in_order = model.arguments.by_position
-        self._clone = config.outputs is Outputs.CLONE
+        clone = config.outputs is Outputs.CLONE
+        self._cloned = range(len(model.outputs.specs)) if clone else _input_views(table, memory)
+        """The graph results that a call clones."""
         self._poison = config.debug.poison
         self._query_len = config.capture.uniform_query_len
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -342,7 +344,9 @@ class Runner:
             results = self._run_uncaptured(inputs, batch)
         else:
             results = self._replay(key, inputs, batch)
-        return [r.clone() for r in results] if self._clone else results
+        for at in self._cloned:
+            results[at] = results[at].clone()
+        return results
 
     def _bind(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -488,6 +492,22 @@ def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: 
             f"{spec.name}: got {rows} rows{before}; all inputs need the same number, at least 1."
         )
     return rows
+
+
+def _input_views(table: GraphTable, memory: Workspace) -> list[int]:
+    """Return the graph results that are views of the runner's input buffers, by index.
+
+    `outputs=view` clones these: passed to the next call, one would be copied onto itself.
+    """
+    buffers = {b.untyped_storage().data_ptr() for b in memory.buffers.values()} - {0}
+    return sorted(
+        {
+            at
+            for entry in table.entries.values()
+            for at, result in enumerate(entry.outputs)
+            if result.untyped_storage().data_ptr() in buffers
+        }
+    )
 
 
 def _poison(table: GraphTable, entry: Entry) -> None:

@@ -60,11 +60,8 @@ def _refusal(outputs: Sequence[Any]) -> str | None:
     """Return which side effect of the forward cannot be carried out at each replay, or None."""
     outside = [s for s in torch_private.side_effects() if not _MODULE.fullmatch(s)]
     for view in filter(None, map(_INPUT_VIEW.fullmatch, outside)):
-        # Dynamo leaves these to its bytecode, as if they were changes.
-        return (
-            f"the forward returns .{view.group(2)} of input {int(view.group(1)) + 1} as it is, "
-            "which torch takes outside the graph. Return a copy: .clone()."
-        )
+        # Dynamo leaves these to its bytecode (up to 2.13 `.T` too), as if they were changes.
+        return view_refusal(view.group(2), int(view.group(1)) + 1)
     if not outside:
         return None
     lines = ", ".join(dict.fromkeys(user_line(n) for n in outputs))
@@ -72,4 +69,12 @@ def _refusal(outputs: Sequence[Any]) -> str | None:
         f"the forward changes {', '.join(outside)} (its results, and what it stores, are made at "
         f"{lines}): a Python side effect, which would happen once, at tracing, and never again. "
         "Return the value instead."
+    )
+
+
+def view_refusal(view: str, at: int) -> str:
+    """Return why a forward may not return a view of an input."""
+    return (
+        f"the forward returns .{view} of input {at} as it is, a view of the caller's tensor; a "
+        "runner copies inputs. Return a copy: .clone()."
     )

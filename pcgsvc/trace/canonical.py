@@ -21,10 +21,13 @@ from pcgsvc.errors import TraceError
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.results import flatten
 from pcgsvc.forward.specs import Binding, InputSpec, SizePredicate, TensorSpec
-from pcgsvc.trace.backend import DynamoCapture
+from pcgsvc.trace.backend import DynamoCapture, view_refusal
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import mutated_args, op_names, user_line
 from pcgsvc.trace.sources import line_that_sets
+
+_VIEW_OPS = {"aten::numpy_T": "T", "aten::mT": "mT", "aten::matrix_H": "H", "aten::mH": "mH"}
+"""What torch 2.14 puts into the graph for attributes that are views; see `backend`."""
 
 _HIGHER_ORDER = {
     "cond": ("torch.cond", "compute both branches, and choose with torch.where"),
@@ -68,6 +71,7 @@ class Canonical:
         self._decompose_sizes()
         self._refuse_input_writes(bindings)
         output = self.graph.output_node()
+        self._refuse_input_views(output)
         results: Any = output.args[0]
         sentinels = map(id, self.capture.sentinels)
         outputs, constants, kept = self._match_outputs(dict(zip(sentinels, results, strict=True)))
@@ -126,6 +130,15 @@ class Canonical:
                 name = storages.get(torch_private.storage_id(written.meta["example_value"]))
                 if name is not None:
                     yield node, name
+
+    def _refuse_input_views(self, output: torch.fx.Node) -> None:
+        """Refuse `.T` and the like of an input as a result on every torch, as Dynamo 2.13 does."""
+        places = {id(t): at for at, t in enumerate(self.capture.examples, 1)}
+        for node in output.all_input_nodes:
+            view = _VIEW_OPS.get(torch_private.op_name(node.target) or "")
+            at = view and places.get(id(self._lifted.get(node.args[0])))
+            if view and at:
+                raise TraceError(view_refusal(view, at))
 
     # -- placeholders --
 

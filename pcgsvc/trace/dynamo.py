@@ -141,7 +141,7 @@ def _explain(error: Exception, names: Sequence[str]) -> str:
         (
             f"{f}:{n} in {fn}"
             for f, n, fn in reversed(lines)
-            if "/torch/" not in f and f not in inner
+            if not torch_private.is_torch_file(f) and f not in inner
         ),
         "the forward",
     )

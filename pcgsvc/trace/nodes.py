@@ -72,7 +72,7 @@ def frames_of(text: str) -> list[tuple[str, str, str]]:
 def user_line(node: torch.fx.Node) -> str:
     """Return `file:line in function` of the user's code behind a node."""
     frames = frames_of(node.stack_trace or "")
-    own = [f for f in frames if "/torch/" not in f[0]] or frames
+    own = [f for f in frames if not torch_private.is_torch_file(f[0])] or frames
     return "{}:{} in {}".format(*own[-1]) if own else f"graph node {node.name}"
 
 
