@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.forward.objects import is_versioned
 from pcgsvc.program.forms import NotCanonicalError, canonical, identity, name_of
 from pcgsvc.trace.graph import Guard

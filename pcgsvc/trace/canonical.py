@@ -136,7 +136,7 @@ class Canonical:
         places = {id(t): at for at, t in enumerate(self.capture.examples, 1)}
         for node in output.all_input_nodes:
             view = _VIEW_OPS.get(torch_private.op_name(node.target) or "")
-            at = view and places.get(id(self._lifted.get(node.args[0])))
+            at = view and places.get(id(self._lifted.get(node.all_input_nodes[0])))
             if view and at:
                 raise TraceError(view_refusal(view, at))
 
