@@ -68,7 +68,7 @@ def test_sizes_are_written_as_capture_sizes_are() -> None:
     [
         ([5], r"\[5\] are no capture sizes.*padded"),
         ([0], r"got \[0\] among \[0\]"),
-        ([4, 4], r"\[4\] stand twice"),
+        ([4, 4], r"\[4\] appear twice"),
     ],
 )
 def test_a_size_that_no_call_reaches_is_refused(sizes: list[int], words: str) -> None:
