@@ -1,18 +1,21 @@
-"""One of the processes of a two-process test: its own batches over experts that both share.
+"""One of two processes: its own batches over experts that both share, then a command line.
 
 Prints what it got as one JSON line: its rank, how many experts it holds, hits, and the largest
-relative difference per call from a runner that holds every expert.
+relative difference per call from a runner that holds every expert. Then does what its arguments
+say: the port for the group of the command line, and the words of it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
 from torch import distributed
 
 import pcgsvc
+from pcgsvc.jobs.app import main as command_line
 
 WORDS = [
     "model=llama_moe",
@@ -43,6 +46,9 @@ def main() -> None:
     errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, wanted, strict=True)]
     found = {"rank": rank, "experts": experts, "hits": hits, "errors": errors}
     sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os.environ["MASTER_PORT"] = sys.argv[1]
+    sys.exit(command_line(sys.argv[2:]))
 
 
 def run(runner: pcgsvc.Runner, ids: torch.Tensor, lens: list[int]) -> torch.Tensor:

@@ -266,11 +266,16 @@ def test_another_config_with_equal_tensors_is_a_miss_that_says_so(tmp_path: Path
     "kind",
     [
         "roberta",
-        "roberta-prelayernorm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "camembert",
-        "data2vec-text",
+        *(
+            pytest.param(kind, marks=pytest.mark.exhaustive)
+            for kind in (
+                "roberta-prelayernorm",
+                "xlm-roberta",
+                "xlm-roberta-xl",
+                "camembert",
+                "data2vec-text",
+            )
+        ),
     ],
 )
 def test_positions_begin_where_transformers_begins_them(kind: str, tmp_path: Path) -> None:

@@ -14,9 +14,12 @@ import pytest
 import test_app
 import torch
 from cli_helpers import Cli, Done
+from omegaconf import OmegaConf
 
 import pcgsvc
+from pcgsvc.config import from_dict
 from pcgsvc.errors import ConfigError
+from pcgsvc.jobs.preflight import check
 from pcgsvc.models.described import read_inputs
 
 cli = test_app.cli
@@ -355,20 +358,34 @@ BAD: dict[str, tuple[list[str], str]] = {
 OWN_EXAMPLES = {"twice as many", "no rows made", "constant varies", "example fails"}
 LATER = {"gives a number", "raises", *OWN_EXAMPLES}
 """What shows only when the module is made: the job's folder is there by then."""
+BY_COMMAND_LINE = {"no colon", "no class", "bad fill", *LATER}
 
 
-@pytest.mark.parametrize("case", BAD)
+def bad_words(case: str, user: Path) -> list[str]:
+    (word,) = BAD[case][0]
+    start = [f"model.target='{user}:Model'", "device=cpu"]
+    if case not in OWN_EXAMPLES and "model.inputs" not in word:
+        start.append(f"model.inputs={{{IDS}, {POSITIONS}}}")
+    return [*start, word.format(file=user) if "{file}" in word else word]
+
+
+@pytest.mark.parametrize("case", [case for case in BAD if case not in BY_COMMAND_LINE])
+def test_bad_configuration_is_refused_with_what_is_wrong(user: Path, case: str) -> None:
+    words = ["model.name=module", "compiler.name=eager", *bad_words(case, user)]
+    tree = OmegaConf.to_container(OmegaConf.from_dotlist(words))
+    with pytest.raises(ConfigError) as caught:
+        check(from_dict(tree))
+    assert BAD[case][1] in str(caught.value)
+
+
+@pytest.mark.parametrize("case", [case for case in BAD if case in BY_COMMAND_LINE])
 def test_bad_configuration_is_one_message_and_exit_2(
     cli: Cli,
     user: Path,
     case: str,
 ) -> None:
-    words, said = BAD[case]
-    given = [w.format(file=user) if "{file}" in w else w for w in words]
-    start = ["model=module", f"model.target='{user}:Model'", "compiler=eager"]
-    if case not in OWN_EXAMPLES and "model.inputs" not in given[0]:
-        start.append(f"model.inputs={{{IDS}, {POSITIONS}}}")
-    done = cli(*start, *given)
+    said = BAD[case][1]
+    done = cli("model=module", "compiler=eager", *bad_words(case, user))
     assert done.code == 2
     text = done.err + done.out
     for comment in ("check", "example"):

@@ -145,7 +145,7 @@ def launch(arguments: list[str], count: int = 2) -> list[str]:
         for rank in range(count)
     ]
     try:
-        done = [process.communicate(timeout=120) for process in processes]
+        done = [process.communicate(timeout=250) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -153,9 +153,21 @@ def launch(arguments: list[str], count: int = 2) -> list[str]:
     return [out for out, _ in done]
 
 
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """What two processes of `moe_worker.py` leave in a folder, and print."""
+    folder = tmp_path_factory.mktemp("ranks")
+    words = [*ALL_TO_ALL, f"report={folder / 'r.json'}", f"hydra.run.dir={folder / 'out'}"]
+    words[words.index("bench.enabled=false")] = "bench.repeats=3"
+    words.append("cache.mode=off")
+    return folder, launch([str(WORKER), str(free_port()), *words])
+
+
 @pytest.mark.slow
-def test_two_processes_with_different_batches_each_get_what_one_process_gets() -> None:
-    first, second = (json.loads(out.splitlines()[-1]) for out in launch([str(WORKER)]))
+def test_two_processes_with_different_batches_each_get_what_one_process_gets(
+    two_ranks: tuple[Path, list[str]],
+) -> None:
+    first, second = (json.loads(out.splitlines()[0]) for out in two_ranks[1])
     assert (first["rank"], second["rank"]) == (0, 1)
     for found in (first, second):
         assert found["experts"] == 4
@@ -164,15 +176,14 @@ def test_two_processes_with_different_batches_each_get_what_one_process_gets() -
 
 
 @pytest.mark.slow
-def test_the_command_line_under_torchrun_writes_one_report_per_process(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    words = [*ALL_TO_ALL, f"report={path}", f"hydra.run.dir={tmp_path / 'out'}"]
-    words[words.index("bench.enabled=false")] = "bench.repeats=3"
-    first, second = launch(["-m", "pcgsvc", *words])
+def test_the_command_line_under_torchrun_writes_one_report_per_process(
+    two_ranks: tuple[Path, list[str]],
+) -> None:
+    folder, (first, second) = two_ranks
     assert "entries equal plain execution" in first
     assert "entries equal plain execution" not in second
     for name in ("r.json", "r.rank1.json"):
-        report = json.loads((tmp_path / name).read_text())
+        report = json.loads((folder / name).read_text())
         assert [row["ok"] for row in report["verify"]] == [True, True]
 
 
