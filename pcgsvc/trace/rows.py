@@ -329,7 +329,7 @@ def _check_item(item: Any, known: int) -> None:
         raise CompileError(f"stored piece: unknown constant kind {kind!r}.")
 
 
-_OPERATORS = {n for n in vars(operator) if n.startswith("__") and n in vars(torch._C.TensorBase)}
+_OPERATORS = {n for n in vars(operator) if n.startswith("__") and n in vars(torch.Tensor.__base__)}
 
 
 def function_of(document: Document, name: str) -> Callable[..., tuple[Any, ...]]:
