@@ -1,6 +1,8 @@
 # Makes the virtual environment that scripts/run, test and check use. Sourced, never run.
 #
 # In:  PYTHON (default python3) makes the environment, PCGSVC_VENV (default .venv) says where.
+#      PCGSVC_TORCH=VERSION: that torch instead of the pinned one, with the triton that it brings and
+#      the other pins, in an environment of its own (.venv-torch-VERSION).
 # Out: `ensure_env [EXTRA]` leaves the environment installed and sets PY to its interpreter.
 # Knows nothing of what is run in it.
 #
@@ -10,7 +12,8 @@
 # thrown away in an environment that somebody else made.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-VENV=${PCGSVC_VENV:-$ROOT/.venv}
+TORCH=${PCGSVC_TORCH:-}
+VENV=${PCGSVC_VENV:-$ROOT/.venv${TORCH:+-torch-$TORCH}}
 [[ $VENV == /* ]] || VENV=$PWD/$VENV
 PY=$VENV/bin/python
 STAMP=$VENV/.pcgsvc-installed
@@ -18,8 +21,17 @@ STAMP=$VENV/.pcgsvc-installed
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# What an installation depends on: the two files, and where the editable install points.
-_wanted() { { echo "$ROOT"; cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt"; } | sha256sum; }
+_pins() {
+    if [[ -z $TORCH ]]; then
+        cat "$ROOT/constraints.txt"
+    else
+        grep -vE '^(torch|triton)==' "$ROOT/constraints.txt"
+        echo "torch==$TORCH"
+    fi
+}
+
+# What an installation depends on: the pins, the project, and where the editable install points.
+_wanted() { { echo "$ROOT"; cat "$ROOT/pyproject.toml"; _pins; } | sha256sum; }
 
 # The stamp is "HASH - EXTRA"; the base package is there too wherever an extra is.
 _installed() {
@@ -55,13 +67,14 @@ _make_venv() {
 _install() {
     local extra=$1 started=$SECONDS
     _installed "$extra" && return # whoever held the lock did it
-    say "installing pcgsvc${extra:+[$extra]} into $VENV; torch alone takes minutes the first time."
+    say "installing pcgsvc${extra:+[$extra]}${TORCH:+ with torch $TORCH} into $VENV; torch alone takes minutes the first time."
     _make_venv
     rm -f "$STAMP"
     touch "$VENV/.pcgsvc-busy"
+    _pins >"$VENV/.pcgsvc-pins"
     # torch first and by its pin alone, so that nothing else can choose another build of it.
-    "$PY" -m pip install -q --disable-pip-version-check -c "$ROOT/constraints.txt" torch
-    "$PY" -m pip install -q --disable-pip-version-check -c "$ROOT/constraints.txt" \
+    "$PY" -m pip install -q --disable-pip-version-check -c "$VENV/.pcgsvc-pins" torch
+    "$PY" -m pip install -q --disable-pip-version-check -c "$VENV/.pcgsvc-pins" \
         -e "$ROOT${extra:+[$extra]}"
     echo "$(_wanted) $extra" >"$STAMP"
     rm -f "$VENV/.pcgsvc-busy"

@@ -1,16 +1,19 @@
-"""What every test gets: its own cache directories, the GPU rule, and the report's schema.
+"""What every test gets: its tier, its own cache directories, the GPU rule, and shared fixtures.
 
 Imports nothing of pcgsvc and no torch: a run that selects no GPU test does not wait for either.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,14 +26,65 @@ if TYPE_CHECKING:
 SCHEMA = Path(__file__).with_name("report.schema.json")
 """A copy of the contract's schema; the published report format changes only together with it."""
 
+TIERS = ("exhaustive", "soak")
+"""Markers of the tiers beside the default one; a test is in one tier, the first that it names."""
+
+
+# Else every process that compiles for the CPU first tries the vector instructions out: it compiles,
+# and loads in a process, one file for each kind of them.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--require-gpu`."""
+    """Add `--require-gpu`, and an option per tier."""
     parser.addoption(
         "--require-gpu",
         action="store_true",
         help="fail, rather than skip, the tests marked gpu where there is no CUDA device",
     )
+    for tier in TIERS:
+        parser.addoption(
+            f"--{tier}",
+            action="store_true",
+            help=f"run the tests marked {tier} and, unless another tier is asked for, no others",
+        )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of the tiers that were not asked for; asked for none, the default runs."""
+    wanted = {tier for tier in TIERS if config.getoption(tier)} or {None}
+    kept, others = [], []
+    for item in items:
+        tier = next((name for name in TIERS if item.get_closest_marker(name)), None)
+        (kept if tier in wanted else others).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=others)
+
+
+DESELECTED = pytest.StashKey[int]()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Count, for `pytest_sessionfinish`."""
+    if items:
+        stash = items[0].config.stash
+        stash[DESELECTED] = stash.get(DESELECTED, 0) + len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """As a worker of xdist, tell how many tests were deselected: only workers collect."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["deselected"] = session.config.stash.get(DESELECTED, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Count what xdist's first worker deselected, as all others did, in the summary."""
+    reporter = node.config.pluginmanager.get_plugin("terminalreporter")
+    count = getattr(node, "workeroutput", {}).get("deselected", 0)
+    if reporter is not None and count:
+        reporter.stats["deselected"] = [SimpleNamespace()] * count
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -54,11 +108,14 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(scope="session")
 def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Inductor's and Triton's own directories, one for the session.
+    """Inductor's and Triton's own directories, one for the session and all of its workers.
 
     Not one per test: the first C++ compile in a directory precompiles a header for seconds.
     """
-    return tmp_path_factory.mktemp("compiler-cache")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiler-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +141,23 @@ def clean_env(
     return root / "pcgsvc"
 
 
+MODULES = pytest.StashKey[int]()
+
+
+@pytest.fixture(autouse=True)
+def cheap_collections(pytestconfig: pytest.Config) -> None:
+    """Keep what imports left out of garbage collections.
+
+    A build begins with one, which takes 0.2 s where torch's compilers are imported: half of a cold
+    start of a toy, and most of a warm one.
+    """
+    frozen = pytestconfig.stash.get(MODULES, 0)
+    if len(sys.modules) > frozen + 100:
+        gc.collect()
+        gc.freeze()
+        pytestconfig.stash[MODULES] = len(sys.modules)
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A cache root that does not exist yet."""
@@ -105,6 +179,12 @@ def sources(tmp_path: Path) -> Iterator[Sources]:
 
     with source_folder(tmp_path / "sources") as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One disk cache for a file: what was traced once is captured anew, not built again."""
+    return tmp_path_factory.mktemp("programs")
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def open_store(root: Path, mode: CacheMode = CacheMode.READWRITE, **settings: An
     return Store(folder, mode=mode, **settings)
 
 
-# Two programs that share a piece; payloads below and above what diskcache keeps in the row.
+# Two programs that share a piece.
 PIECES = {key(f"piece {i}"): random.Random(i).randbytes(300 if i == 0 else 4000) for i in range(4)}
 _KEYS = list(PIECES)
 PROGRAMS = {
@@ -72,22 +72,32 @@ def misses(store: Store) -> list[str]:
 
 
 def stored_files(root: Path) -> list[Path]:
-    return sorted(p for p in (root / "store" / "db").rglob("*") if p.is_file())
+    """Return the entries, what lies beside them, and the index."""
+    return [p for name in ("entries", "index") for p in all_files(root / "store" / name)]
 
 
 def all_files(root: Path) -> list[Path]:
     return sorted(p for p in root.rglob("*") if p.is_file())
 
 
+def database(root: Path) -> Path:
+    return root / "store" / "index" / "cache.db"
+
+
 def sql(root: Path, statement: str, *values: object) -> list[Any]:
-    """Change the database behind the store's back."""
-    with closing(sqlite3.connect(root / "store" / "db" / "cache.db")) as connection, connection:
+    """Change the index behind the store's back."""
+    with closing(sqlite3.connect(database(root))) as connection, connection:
         return connection.execute(statement, values).fetchall()
 
 
+def entry_files(root: Path, name: str = "*", kind: str = "*") -> list[Path]:
+    """Return the files of one key, or of all."""
+    return sorted((root / "store" / "entries").glob(f"{kind}/??/{name}"))
+
+
 def value_file(root: Path, name: str) -> Path:
-    ((filename,),) = sql(root, "SELECT filename FROM Cache WHERE key LIKE ?", f"%{name}")
-    return root / "store" / "db" / str(filename)
+    (path,) = entry_files(root, name)
+    return path
 
 
 def as_user(uid: int, work: Callable[[], str]) -> str:
@@ -126,9 +136,7 @@ def expect_rebuilt(root: Path) -> None:
         rebuild(store)
     with open_store(root) as store:
         assert misses(store) == []
-        report = store.check(fix=True)
-        if any(problem.what == "database" for problem in report.problems):
-            rebuild(store)  # from damage that no look-up had met
+        store.check(fix=True)
         assert misses(store) == []
         assert store.check().problems == []
 
@@ -149,18 +157,13 @@ def hot_journal(root: Path, statement: str = "SELECT 1") -> None:
         "for _ in range(200): c.execute('INSERT INTO junk VALUES (zeroblob(1000))')\n"
         "os.kill(os.getpid(), 9)"
     )
-    database = root / "store" / "db" / "cache.db"
-    subprocess.run([sys.executable, "-c", code, str(database), statement])
-    journal = database.with_name("cache.db-journal")
+    subprocess.run([sys.executable, "-c", code, str(database(root)), statement])
+    journal = database(root).with_name("cache.db-journal")
     assert journal.stat().st_size > 0
 
 
-def damage_entry(root: Path, name: str) -> None:
-    """Flip a byte in the middle of an entry's envelope, wherever it lies."""
-    ((value, filename),) = sql(root, "SELECT value, filename FROM Cache WHERE key = ?", name)
-    data = bytearray(value if filename is None else (root / "store/db" / filename).read_bytes())
+def damage_entry(path: Path) -> None:
+    """Flip a byte in the middle of an entry's envelope."""
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    if filename is None:
-        sql(root, "UPDATE Cache SET value = ? WHERE key = ?", bytes(data), name)
-    else:
-        (root / "store/db" / filename).write_bytes(data)
+    path.write_bytes(data)

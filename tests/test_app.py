@@ -19,8 +19,10 @@ from cli_helpers import TINY, Cli, command_line
 
 from pcgsvc import pipeline
 from pcgsvc.check.verify import Verified, refusal, verify
-from pcgsvc.errors import VerifyError
+from pcgsvc.config import from_dict
+from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.jobs import run as jobs
+from pcgsvc.jobs.preflight import check
 
 
 @pytest.fixture
@@ -34,29 +36,45 @@ def cli(
 
 # ---- bad configuration ---------------------------------------------------------------------------
 
-BAD = {
+BAD_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"capture": {"sizes": [0, 4]}}, "sizes are token counts, at least 1"),
+    ({"capture": {"sizes": [4, 4]}}, "[4] appear twice"),
+    ({"capture": {"x": 1}}, "Settings of capture: sizes, max_size"),
+    ({"capture": {"graphs": "cuda"}}, "capture.graphs=recorded"),
+    ({"partition": {"strategy": "fxx"}}, "Choices: fx, inductor, breakable"),
+    ({"model": {"weights": "/nowhere.gguf"}}, "name a .gguf or .safetensors file"),
+    ({"model": {"preset": "2b"}}, "tiny, 160m, 1b, 8b"),
+    ({"device": "meta"}, "Choices: auto, cpu, cuda, cuda:N"),
+    ({"dtype": "int8"}, "Choices: float32, bfloat16, float16, float64"),
+    ({"x": 1}, "Settings at the top: model, attention"),
+    ({"seed": "abc"}, "a whole number is needed"),
+    ({"prompt": "hello"}, "model=smollm2"),
+    ({"report": "/"}, "the path of a file"),
+    ({"report": "/proc/x/r.json"}, "'/proc' cannot be written"),
+    ({"cache": {"dir": "/etc/passwd"}}, "/etc/passwd is no folder"),
+]
+
+
+@pytest.mark.parametrize(("tree", "words"), BAD_VALUES, ids=str)
+def test_bad_configuration_is_refused_with_what_is_wrong(tree: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(from_dict({"device": "cpu", **tree}))
+    assert words in str(caught.value)
+
+
+BAD = {  # a value, an operator, a path; then what only a command line can get wrong
     "mode=piecewse": "did you mean 'piecewise'? Choices: none, piecewise, full, full_decode_only",
-    "capture.sizes=[0,4]": "sizes are token counts, at least 1",
-    "capture.sizes=[4,4]": "[4] stand twice",
-    "capture.sizes=1,2": "capture.sizes='[1,2,4]'",
     "partition.splitting_ops=[no::such]": "Registered splitting ops:",
-    "partition.strategy=fxx": "Choices: fx, inductor, breakable",
-    "model.weights=/nowhere.gguf": "name a .gguf or .safetensors file",
+    "cache.dir=/etc/passwd": "/etc/passwd is no folder",
+    "capture.sizes=1,2": "capture.sizes='[1,2,4]'",
     "model=lama": "two_regions",
-    "model.preset=2b": "tiny, 160m, 1b, 8b",
     "attention=flash": "varlen",
-    "device=meta": "Choices: auto, cpu, cuda, cuda:N",
-    "dtype=int8": "Choices: float32, bfloat16, float16, float64",
     "x=1": "Settings at the top: model, attention",
     "+x=1": "Settings at the top: model, attention",
     "+capture.x=1": "Settings of capture: sizes, max_size",
+    "capture.policy=eager": "it had one value and was never read; remove it",
     "seed=abc": "a whole number is needed",
-    "capture.graphs=cuda": "capture.graphs=recorded",
     "hydra.nope=1": "hydra.nope",
-    "prompt=hello": "model=smollm2",
-    "report=/": "the path of a file",
-    "report=/proc/x/r.json": "'/proc' cannot be written",
-    "cache.dir=/etc/passwd": "/etc/passwd is no folder",
     "--config-path=/tmp": "--config-dir",
     "--config-dir=/no/such": "is no folder",
     "--config-name=nothere": "nothere",
@@ -233,16 +251,19 @@ def test_a_users_folder_of_yaml_is_what_the_job_gets(cli: Cli, tmp_path: Path) -
     assert report["config"]["cache"]["mode"] == "off"
 
 
-@pytest.mark.parametrize("form", [["--config-dir", "DIR"], ["--config-dir=DIR"], ["-cd", "DIR"]])
+@pytest.mark.parametrize(
+    ("form", "isolate"),
+    [(["--config-dir", "DIR"], True), (["--config-dir=DIR"], False), (["-cd", "DIR"], False)],
+)
 def test_a_users_config_yaml_is_the_primary_config_of_a_sweep(
-    cli: Cli, tmp_path: Path, form: list[str]
+    cli: Cli, tmp_path: Path, form: list[str], isolate: bool
 ) -> None:
     (tmp_path / "config.yaml").write_text(
         "defaults: [pcgsvc_schema, {model: llama}, {attention: paged}, {compiler: eager}, _self_]\n"
         "model: {num_layers: 1}\njob: plan\ndevice: cpu\ncapture: {graphs: off}\n"
     )
     words = [word.replace("DIR", str(tmp_path)) for word in form]
-    done = cli(*words, "-m", "seed=1,2")
+    done = cli(*words, "-m", "seed=1,2", f"sweep.isolate={str(isolate).lower()}")
     assert done.code == 0, done.out + done.err
     assert [r["config"]["seed"] for r in done.reports] == [1, 2]
     assert {r["partition"]["num_boundaries"] for r in done.reports} == {1}

@@ -69,7 +69,7 @@ def test_each_root_gives_way_to_the_one_before_it(package: Path, tmp_path: Path)
 
 
 def test_this_checkout_s_cache_is_its_default_root() -> None:
-    checkout = Path(cache_root.__file__).parent.parent
+    checkout = Path(cache_root.__file__).parents[2]
     if not os.access(checkout, os.W_OK):
         pytest.skip("the checkout is not ours to write")
     assert find_root(environ={}) == (checkout / "cache", "checkout")
@@ -162,10 +162,14 @@ def test_a_root_that_anybody_may_write_to_is_refused_unless_it_is_sticky(
     assert open_root(root).writable
 
 
-@pytest.mark.parametrize("name", ["db", "db/cache.db"])
-def test_a_database_that_others_may_write_to_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["entries", "entries/program", "entries/piece", "index", "index/cache.db"]
+)
+def test_a_store_or_database_that_others_may_write_to_is_refused(tmp_path: Path, name: str) -> None:
     with Store.open(str(tmp_path)) as store:
         store.put_piece("a" * 64, b"x", facts={})
+        store.put_program("a" * 64, b"x", pieces=["a" * 64], facts={})
+        store.ls()
     (tmp_path / "store" / name).chmod(0o777)
     with pytest.raises(CacheError, match="others may write"):
         Store.open(str(tmp_path))
@@ -206,9 +210,9 @@ def test_a_temporary_root_that_somebody_else_made_first_is_refused(tmp_path: Pat
         open_root(root, "temporary directory")
 
 
-@pytest.mark.parametrize("name", ["root", "root/store", "root/store/db/.."])
+@pytest.mark.parametrize("name", ["root", "root/store", "root/store/.."])
 def test_a_file_in_the_way_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
-    if name == "root/store/db/..":  # a file above the root
+    if name == "root/store/..":  # a file above the root
         (tmp_path / "root").write_text("")
         root = tmp_path / "root" / "below"
     else:
@@ -232,9 +236,10 @@ def test_a_dollar_that_diskcache_would_expand_is_refused(
 @pytest.mark.parametrize("name", ["with space", "per%20cent", "ques?tion#mark", "ünïcode", "a'b"])
 def test_odd_characters_in_the_path_are_fine(tmp_path: Path, name: str) -> None:
     with Store.open(str(tmp_path / name)) as store:
-        assert store.put_piece("a" * 64, b"x" * 5000, facts={})
-        assert store.get_piece("a" * 64).hit
-    assert (tmp_path / name / "store" / "db" / "cache.db").exists()
+        assert store.put_program("a" * 64, b"x" * 5000, pieces=[], facts={})
+        assert store.get_program("a" * 64).hit
+        assert len(store.ls()) == 1
+    assert (tmp_path / name / "store" / "index" / "cache.db").exists()
 
 
 # ---- network file systems ------------------------------------------------------------------------
@@ -285,12 +290,15 @@ def test_on_a_network_file_system_hits_are_served_and_nothing_is_stored(
 ) -> None:
     with Store.open(str(tmp_path)) as store:
         store.put_piece("a" * 64, b"x", facts={})
+        store.put_program("a" * 64, b"x", pieces=["a" * 64], facts={})
+        store.ls()
     monkeypatch.setattr(cache_root, "network_file_system", lambda _: "nfs4")
     with (
-        Store.open(str(tmp_path), timeout_s=0.1) as store,
-        closing(sqlite3.connect(tmp_path / "store" / "db" / "cache.db")) as other,
+        Store.open(str(tmp_path)) as store,
+        closing(sqlite3.connect(tmp_path / "store" / "index" / "cache.db")) as other,
     ):
-        other.execute("BEGIN EXCLUSIVE")  # no lock is asked for: it would mean nothing there
+        other.execute("BEGIN EXCLUSIVE")  # SQLite is not used: its locks would mean nothing there
+        assert len(store.ls()) == 1
         assert store.get_piece("a" * 64).value == b"x"
         assert not store.put_piece("b" * 64, b"x", facts={})
         assert "network file system (nfs4)" in store.why_not_writable()

@@ -17,6 +17,7 @@ from pcgsvc.config import (
     Graphs,
     Mode,
     copy,
+    dropped_sizes,
     from_dict,
     resolve,
     schedule,
@@ -26,6 +27,7 @@ from pcgsvc.config import (
 from pcgsvc.config.settings import Setting, help_text, walk
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.preflight import check
+from pcgsvc.sizing.resolve import resolve_config
 
 SETTINGS = list(walk())
 BY_PATH = {s.path: s for s in SETTINGS}
@@ -151,6 +153,11 @@ def test_a_group_that_is_no_mapping_is_refused() -> None:
         ({"sizes": [1]}, r"^sizes: .*did you mean capture\.sizes\?"),
         ({"name": "eager"}, r"model\.name or attention\.name or compiler\.name\?"),
         ({"capture": {"size": [1]}}, r"^capture\.size: .*'capture\.sizes'\? Settings of capture: "),
+        (
+            {"capture": {"policy": "eager"}},
+            r"^capture\.policy: there is no such setting; it had one value .*; remove it\. "
+            r"Settings of capture: sizes, max_size, ",
+        ),
         ({"zzz": 1}, r"^zzz: there is no such setting\. Settings at the top: model, attention, "),
     ],
 )
@@ -285,6 +292,34 @@ def test_named_sizes_above_the_default_largest_size_are_kept() -> None:
     validate(config, device_type="cpu")
 
 
+@pytest.mark.parametrize(
+    ("capture", "final", "dropped"),
+    [
+        ({"sizes": [8, 2]}, [2, 8], []),
+        ({"sizes": [64, 4, 50, 51], "max_size": 50}, [4, 50], [51, 64]),
+        ({"max_size": 8}, [1, 2, 4, 8], []),
+        ({}, schedule(64), []),
+    ],
+)
+def test_resolved_sizes_ascend_within_the_largest_and_the_dropped_ones_are_known(
+    capture: dict[str, Any], final: list[int], dropped: list[int]
+) -> None:
+    config = from_dict({"capture": capture})
+    out = resolve(config, device_type="cpu")
+    assert out.capture.sizes == out.capture.final_sizes == final
+    assert dropped_sizes(config.capture) == dropped
+    assert resolve(out, device_type="cpu") == out
+    assert dropped_sizes(out.capture) == []
+
+
+def test_what_is_dropped_is_warned_of_once_and_twice_resolved_is_resolved() -> None:
+    config = from_dict({"device": "cpu", "capture": {"sizes": [64, 4], "max_size": 50}})
+    found = resolve_config(config)
+    assert found.warnings == ["capture.sizes: [64] are above capture.max_size=50 and are dropped"]
+    again = resolve_config(found.config)
+    assert (again.config, again.warnings) == (found.config, [])
+
+
 # ---- limits --------------------------------------------------------------------------------------
 
 
@@ -309,7 +344,7 @@ BAD = [
     ({"capture": {"sizes": []}}, r"^capture\.sizes: got \[\].*mode=none"),
     ({"capture": {"sizes": [0, 4]}}, r"^capture\.sizes: got \[0\] among \[0, 4\]"),
     ({"capture": {"sizes": [-3]}}, r"^capture\.sizes: got \[-3\]"),
-    ({"capture": {"sizes": [4, 2, 4]}}, r"^capture\.sizes: \[4\] stand twice"),
+    ({"capture": {"sizes": [4, 2, 4]}}, r"^capture\.sizes: \[4\] appear twice"),
     ({"capture": {"sizes": [4, 8], "max_size": 2}}, r"^capture\.max_size: got 2, which is below"),
     ({"capture": {"max_size": 0}}, r"^capture\.(max_size|sizes): "),
     ({"capture": {"graphs": "cuda"}}, r"^capture\.graphs: got 'cuda' .*recorded"),

@@ -23,10 +23,10 @@ from pcgsvc import torch_private
 from pcgsvc.config import AttentionConfig, Config, Mode, ModelConfig
 from pcgsvc.errors import BatchError, ConfigError, UncoveredError
 from pcgsvc.jobs.app import main
-from pcgsvc.models import minilm, smollm2
 from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.encoder import Encoder, EncoderDims, preset_dims
 from pcgsvc.models.encoder_checkpoint import open_encoder, parts_of
+from pcgsvc.models.fetched import FETCHED, models_dir
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.encoder_attention import encoder_attention
 from pcgsvc.serve.embed import embed_ids, pool
@@ -172,11 +172,12 @@ def test_hidden_rows_equal_transformers_token_types_included() -> None:
 def test_every_mode_and_strategy_verifies_with_one_boundary_per_layer(
     strategy: str,
     mode: str,
+    programs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     validate_report: Callable[[Any], None],
 ) -> None:
-    words = [*TINY, f"mode={mode}", f"partition.strategy={strategy}", "cache.mode=off"]
+    words = [*TINY, f"mode={mode}", f"partition.strategy={strategy}", f"cache.dir={programs}"]
     report = run_job(words, tmp_path, monkeypatch)
     validate_report(report)
     partition = report["partition"]
@@ -190,14 +191,14 @@ def test_every_mode_and_strategy_verifies_with_one_boundary_per_layer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["piecewise", "full"])
-def test_inductor_regions_verify(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_inductor_regions_verify_piecewise_and_in_full_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*TINY, f"mode={mode}", "compiler=inductor", "cache.mode=off"]
-    report = run_job(words, tmp_path, monkeypatch)
-    assert [row["ok"] for row in report["verify"]] == [True, True]
-    assert report["compile"]["num_compiled"] == 3
+    for mode, compiled in (("piecewise", 3), ("full", 0)):  # compiled once, captured twice
+        words = [*TINY, f"mode={mode}", "compiler=inductor", f"cache.dir={tmp_path / 'cache'}"]
+        report = run_job(words, tmp_path, monkeypatch)
+        assert [row["ok"] for row in report["verify"]] == [True, True], mode
+        assert report["compile"]["num_compiled"] == compiled, mode
 
 
 def run_job(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -489,7 +490,7 @@ def test_missing_files_name_the_script_and_where_they_were_looked_for(
     monkeypatch.setenv("PCGSVC_MODELS_DIR", str(tmp_path / "m"))
     with pytest.raises(ConfigError, match=r"Run scripts/fetch-minilm") as caught:
         validate_model(Config(model=ModelConfig(name="minilm")))
-    assert str(tmp_path / "m" / minilm.FOLDER_NAME) in str(caught.value)
+    assert str(tmp_path / "m" / FETCHED["minilm"]) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -500,8 +501,8 @@ def test_script_and_package_look_in_the_same_place(
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert script.models_dir() == smollm2.models_dir()
-    assert script.FOLDER == minilm.FOLDER_NAME
+    assert script.models_dir() == models_dir()
+    assert FETCHED["minilm"] == script.FOLDER
 
 
 def test_script_refuses_files_of_another_digest_and_leaves_nothing_behind(
@@ -555,7 +556,7 @@ def real_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real files: the user's, or those that the script fetches for this session."""
     for package in ("tokenizers", "safetensors", "transformers"):
         pytest.importorskip(package)
-    path = smollm2.models_dir() / minilm.FOLDER_NAME
+    path = models_dir() / FETCHED["minilm"]
     if path.is_dir():
         return path
     folder = tmp_path_factory.mktemp("models")
@@ -566,7 +567,7 @@ def real_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(
             f"scripts/fetch-minilm failed: {result.stderr}"
         )
-    return folder / minilm.FOLDER_NAME
+    return folder / FETCHED["minilm"]
 
 
 @pytest.mark.slow
@@ -596,9 +597,9 @@ def test_a_listing_of_settings_names_the_preset_and_the_fetched_folder(
     from pcgsvc.jobs.origins import _outside
 
     monkeypatch.setenv("PCGSVC_MODELS_DIR", str(tmp_path))
-    (tmp_path / minilm.FOLDER_NAME).mkdir()
+    (tmp_path / FETCHED["minilm"]).mkdir()
     config = Config(model=ModelConfig(name="minilm"))
-    assert _outside("model.weights", config)[0] == str(tmp_path / minilm.FOLDER_NAME)
+    assert _outside("model.weights", config)[0] == str(tmp_path / FETCHED["minilm"])
     config.model = ModelConfig(name="encoder", preset="base")
     assert _outside("model.num_layers", config) == (12, "model.preset=base")
     config.model = ModelConfig(name="llama_moe", preset="8x7b")

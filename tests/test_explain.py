@@ -223,11 +223,12 @@ def test_every_line_of_a_preset_has_its_reason_and_yields_to_the_command_line(pr
     _, origins = compose_with_origins([f"preset={preset}"])
     paths = [p for p, o in origins.items() if o.set_by.startswith("conf/preset/")]
     assert paths
+    defaults = {s.path: s.default for s in walk()}
+    words = [f"{p}={'null' if defaults[p] is None else str(defaults[p]).lower()}" for p in paths]
+    _, after = compose_with_origins([f"preset={preset}", *words, "device=cpu"])
     for path in paths:
-        (setting,) = [s for s in walk() if s.path == path]
-        word = "null" if setting.default is None else str(setting.default).lower()
-        _, after = compose_with_origins([f"preset={preset}", f"{path}={word}", "device=cpu"])
-        assert after[path].set_by.startswith(("command line", "pcgsvc, for device=cpu (command"))
+        said = after[path].set_by
+        assert said.startswith(("command line", "pcgsvc, for device=cpu (command")), path
 
 
 def test_a_preset_yields_to_a_group_on_the_command_line() -> None:

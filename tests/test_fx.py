@@ -478,16 +478,16 @@ def test_pieces_that_differ_in_a_layer_number_alone_are_said_so(
 
 
 def test_each_unique_piece_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pcgsvc.cache import programs as artifacts
+    from pcgsvc.cache import pieces
 
     made: list[int] = []
 
-    class Counting(artifacts.EagerPiece):
+    class Counting(pieces.EagerPiece):
         def __init__(self, document: Any) -> None:
             made.append(1)
             super().__init__(document)
 
-    monkeypatch.setattr(artifacts, "EagerPiece", Counting)
+    monkeypatch.setattr(pieces, "EagerPiece", Counting)
     with build(toy(12)) as runner:
         assert len(made) == runner.report["compile"]["num_compiled"] == 3
 

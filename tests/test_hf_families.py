@@ -43,17 +43,17 @@ from pcgsvc.ops.paged import PagedAttention
 pytestmark = pytest.mark.slow
 
 FAMILIES = sorted(path.stem for path in CONFIGS.glob("*.json"))
+DEFAULT = ("tiny-gemma3", "tiny-gpt2")
+"""In the default tier: windows, rotations and shared heads, and a family that has none of them."""
+BY_TIER = [
+    pytest.param(family, marks=() if family in DEFAULT else pytest.mark.exhaustive)
+    for family in FAMILIES
+]
 MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 TOLERANCE = 1e-4
 STEPS = 32
 PROMPTS = (3, 9, 17)
 """Lengths; 29 rows together, so the prefill is padded to 32 rows and windows of 4 are felt."""
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One disk cache for all tests: a family is traced once."""
-    return tmp_path_factory.mktemp("programs")
 
 
 def config_of(family: str, programs: Path, sizes: list[int], mode: str) -> Config:
@@ -69,7 +69,7 @@ def config_of(family: str, programs: Path, sizes: list[int], mode: str) -> Confi
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_TIER)
 def test_every_mode_verifies_and_only_the_first_start_traces(
     family: str,
     programs: Path,
@@ -108,14 +108,14 @@ def test_the_command_line_runs_a_shipped_family(
 
 
 @pytest.fixture
-def runner(request: pytest.FixtureRequest, programs: Path) -> Iterator[pcgsvc.Runner]:
+def runner(family: str, programs: Path) -> Iterator[pcgsvc.Runner]:
     """A runner of the family, from the stored program of the test above where it has run."""
-    config = config_of(request.param, programs, [4, 32], "full_and_piecewise")
+    config = config_of(family, programs, [4, 32], "full_and_piecewise")
     with pcgsvc.load_runner(config=config) as made:
         yield made
 
 
-@pytest.mark.parametrize(("family", "runner"), [(f, f) for f in FAMILIES], indirect=["runner"])
+@pytest.mark.parametrize("family", BY_TIER)
 def test_teacher_forced_logits_and_greedy_tokens_equal_transformers(
     family: str, runner: pcgsvc.Runner
 ) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.errors import CompileError
 from pcgsvc.partition.fx import partition_fx
-from pcgsvc.program.guards import Read
+from pcgsvc.program.guards import StoredGuard
 from pcgsvc.program.image import ProgramImage, custom_ops, from_json, image_of, to_json
 
 
@@ -37,8 +37,8 @@ class Many(nn.Module):
 def image(module: Callable[..., Any] | None = None) -> ProgramImage:
     traced = trace_of(module or toy(2))
     partition = partition_fx(traced, None, ())
-    reads = [Read("module.eps", "CONSTANT_MATCH", ["float", "1e-05"])]
-    return image_of(traced, partition, partition, reads=reads, files={"a.b": "0" * 64})
+    guards = [StoredGuard("module.eps", "CONSTANT_MATCH", ["float", "1e-05"])]
+    return image_of(traced, partition, partition, guards=guards, files={"a.b": "0" * 64})
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_document_under_another_hash_is_refused(data: bytes) -> None:
         from_json(json.dumps(tree).encode())
 
 
-@pytest.mark.parametrize("name", ["spec", "outputs", "documents", "reads", "predicate", "schemas"])
+@pytest.mark.parametrize("name", ["spec", "outputs", "documents", "guards", "predicate", "schemas"])
 def test_a_missing_part_is_refused(data: bytes, name: str) -> None:
     tree = json.loads(data)
     del tree[name]

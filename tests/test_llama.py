@@ -12,9 +12,11 @@ from model_helpers import make_backend, make_context
 from pcgsvc.config import Config, ModelConfig
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.catalog import build_model, families, validate_model
-from pcgsvc.models.llama import Llama, initialize
+from pcgsvc.models.dims import stated_dims
+from pcgsvc.models.llama import Llama
 from pcgsvc.models.llama_dims import PRESETS, LlamaDims, preset_dims
 from pcgsvc.models.two_regions import TwoRegions
+from pcgsvc.models.weights import initialize
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.paged import PagedAttention
 
@@ -245,7 +247,7 @@ def test_every_family_builds_a_bundle_or_says_what_is_missing(
 def test_dimensions_that_are_no_numbers_are_refused_with_the_checkpoint() -> None:
     values = {f: getattr(PRESETS["tiny"], f) for f in LlamaDims.__dataclass_fields__}
     with pytest.raises(ConfigError, match=r"'a\.gguf' states dimensions that cannot be"):
-        LlamaDims.of_checkpoint(Path("a.gguf"), **values | {"num_layers": "4"})
+        stated_dims(LlamaDims, Path("a.gguf"), **values | {"num_layers": "4"})
 
 
 @torch.no_grad()

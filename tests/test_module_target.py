@@ -264,10 +264,7 @@ def test_weights_are_loaded_and_seeds_make_random_ones(user: Path, tmp_path: Pat
             result(f"model.weights={tmp_path}/{name}")
 
 
-SCRIPT = (
-    "import sys; from pcgsvc.jobs.app import main; "
-    "sys.path.remove(''); sys.exit(main(sys.argv[1:]))"
-)
+SCRIPT = "import sys; from pcgsvc.jobs.app import entry; sys.path.remove(''); entry()"
 
 
 @pytest.mark.slow

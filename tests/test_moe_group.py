@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_helpers import command_line
 from model_helpers import make_context
 from moe_helpers import ALL_TO_ALL, TINY, layer_tensors, moe_config, run_job
 from torch import distributed
@@ -112,14 +113,14 @@ def test_a_sweep_is_refused_where_several_processes_would_have_to_share_it(
 
 @pytest.mark.slow
 def test_each_job_of_a_sweep_has_a_group_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "pcgsvc", "-m", *ALL_TO_ALL, "capture.sizes=[4],[8]"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    reports = [json.loads(path.read_text()) for path in tmp_path.rglob("report.json")]
-    assert [[row["ok"] for row in report["verify"]] for report in reports] == [[True], [True]]
+    with command_line(tmp_path, monkeypatch, capsys) as cli:
+        done = cli("-m", *ALL_TO_ALL, "capture.sizes=[4],[8]")
+    assert done.code == 0, done.out + done.err
+    verified = [[row["ok"] for row in report["verify"]] for report in done.reports]
+    assert verified == [[True], [True]]
+    assert not distributed.is_initialized()
 
 
 def free_port() -> int:

@@ -10,7 +10,8 @@ from core_helpers import toy
 from warm_helpers import Starter
 
 from pcgsvc.program import image
-from pcgsvc.program.guards import Read, first_difference, path_of
+from pcgsvc.program.guards import StoredGuard, first_broken
+from pcgsvc.program.sources import path_of
 
 EVIL = "pcgsvc_test_evil"
 
@@ -42,8 +43,8 @@ def test_a_manifest_that_names_a_module_is_a_miss_and_imports_nothing(
 
 
 def test_a_read_of_a_module_that_is_not_imported_differs(evil: Path) -> None:
-    read = Read(f"G['__import_{EVIL}'].scale", "CONSTANT_MATCH", 1)
-    difference = first_difference([read], object(), {})
+    guard = StoredGuard(f"G['__import_{EVIL}'].scale", "CONSTANT_MATCH", 1)
+    difference = first_broken([guard], object(), {})
     assert difference is not None
     assert f"module {EVIL} is not imported" in difference
     assert EVIL not in sys.modules

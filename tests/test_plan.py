@@ -462,7 +462,7 @@ def test_a_report_of_another_name_has_files_of_that_name(tmp_path: Path) -> None
 def test_without_matplotlib_there_is_a_page_and_a_warning_and_no_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_files.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plan_files, "has_matplotlib", lambda: False)
     config = compose(["model=two_regions", "device=cpu", "mode=piecewise"])
     report = report_of(config, tmp_path / "report.json")
     assert {p.name for p in tmp_path.iterdir()} == {"report.json", "plan.html"}
@@ -484,6 +484,7 @@ def test_words_of_a_model_cannot_become_markup(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # stress: time and memory at full size
 def test_an_8b_model_is_planned_within_a_minute_and_4_gib(tmp_path: Path) -> None:
     words = ["job=plan", "model=llama", "model.preset=8b", "device=cpu", "report=r.json"]
     code = (

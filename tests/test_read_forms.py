@@ -19,8 +19,10 @@ from read_models import Flexible, Kind, Settings, closure, defaulted
 from torch import nn
 from warm_helpers import Starter
 
-from pcgsvc.program import guards as reads
-from pcgsvc.program.guards import NotCanonicalError, Read, canonical, class_digest, code_digest
+from pcgsvc.forward import objects
+from pcgsvc.program import guards
+from pcgsvc.program.forms import NotCanonicalError, canonical, code_digest
+from pcgsvc.program.guards import StoredGuard
 
 # ---- what has no form ----------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ def test_what_has_no_form_is_refused() -> None:
     for value in (object(), Settings(1.0), torch.ones(1), np.ones(2), iter([]), torch.Generator()):
         with pytest.raises(NotCanonicalError):
             canonical(value)
-    scope = reads._Scope(None, {})
+    scope = guards._Scope(None, {})
     with pytest.raises(NotCanonicalError, match="holds itself"):
         scope.form("CONSTANT_MATCH", loop)
 
@@ -193,7 +195,7 @@ class C(B):
     def of(text: str) -> str:
         space: dict[str, Any] = {"__name__": "m"}
         exec(text, space)
-        return class_digest(space["C"])
+        return code_digest(space["C"])
 
     changes = [f"return {n}" for n in range(1, 7)] + ["x=1", "K = 1", "    @property\n"]
     new = [c.replace("return ", "return 1") for c in changes[:6]] + ["x=2", "L = 1", ""]
@@ -203,17 +205,17 @@ class C(B):
 
 
 def test_a_name_that_is_gone_is_a_difference_not_an_error() -> None:
-    read = Read("module.gone", "CONSTANT_MATCH", 1)
-    assert "module.gone" in str(reads.first_difference([read], Flexible(), {}))
+    guard = StoredGuard("module.gone", "CONSTANT_MATCH", 1)
+    assert "module.gone" in str(guards.first_broken([guard], Flexible(), {}))
 
 
 def test_a_user_module_that_is_called_like_one_of_pythons_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reads.is_versioned.cache_clear()
+    objects.is_versioned.cache_clear()
     fake = types.ModuleType("sched")
     fake.__file__ = "/home/me/sched.py"
     monkeypatch.setitem(sys.modules, "sched", fake)
-    assert not reads.is_versioned("sched")
-    assert reads.is_versioned("os.path")
-    reads.is_versioned.cache_clear()
+    assert not objects.is_versioned("sched")
+    assert objects.is_versioned("os.path")
+    objects.is_versioned.cache_clear()

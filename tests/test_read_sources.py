@@ -16,6 +16,7 @@ from torch import nn
 from warm_helpers import Sources, Starter, source_folder
 
 import pcgsvc
+from pcgsvc.cache import pieces
 from pcgsvc.cache import programs as artifacts
 from pcgsvc.ops import registry
 from pcgsvc.ops.support import Support
@@ -233,6 +234,7 @@ def test_an_op_that_is_declared_otherwise_shares_neither_program_nor_piece(
 
     monkeypatch.setattr(image, "op_identity", declared_otherwise)
     monkeypatch.setattr(artifacts, "op_identity", declared_otherwise)
+    monkeypatch.setattr(pieces, "op_identity", declared_otherwise)
     second = start(module.Net())
     assert not second.warm
     assert "operator pcgtest_own::z is declared differently" in second.reasons

@@ -16,7 +16,7 @@ from test_app import Cli, cli
 import pcgsvc
 from pcgsvc.config import from_dict, to_dict
 from pcgsvc.jobs import preflight
-from pcgsvc.jobs.sizes import job
+from pcgsvc.jobs.sizes import recommend
 
 __all__ = ["cli"]  # the fixture
 
@@ -84,7 +84,8 @@ def test_a_picture_is_drawn_of_any_traffic_under_any_name(cli: Cli, calls: str) 
 def test_a_sweep_takes_the_sizes_of_each_traffic_file(cli: Cli) -> None:
     for at in (1, 2):
         Path(f"t{at}.csv").write_text(f"num_tokens\n{at}\n{at + 2}\n")
-    done = cli("-m", *TINY, "mode=piecewise", "capture.sizes=auto:t1.csv,auto:t2.csv")
+    words = ["mode=piecewise", "capture.sizes=auto:t1.csv,auto:t2.csv", "sweep.isolate=false"]
+    done = cli("-m", *TINY, *words)
     assert done.code == 0, done.out + done.err
     assert [r["graphs"]["sizes"] for r in done.reports] == [[1, 3], [2, 4]]
 
@@ -92,7 +93,7 @@ def test_a_sweep_takes_the_sizes_of_each_traffic_file(cli: Cli) -> None:
 def test_without_matplotlib_there_is_no_picture_and_that_is_said(
     cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(recommend, "has_matplotlib", lambda: False)
     monkeypatch.setattr(preflight, "has_matplotlib", lambda: False)
     refused = cli("job=sizes", f"traffic={file}", "device=cpu", "strict=true")
     assert refused.code == 2

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pcgsvc.capture.plan import wanted_entries
-from pcgsvc.config import Config, Mode, from_dict, resolve, validate
+from pcgsvc.config import Config, Mode, SizingConfig, from_dict, resolve, validate
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.preflight import check
 from pcgsvc.jobs.sizes.replay import general_lens, sample
@@ -21,7 +21,7 @@ from pcgsvc.ops.support import Support
 from pcgsvc.serve.dispatch import DispatchTable
 from pcgsvc.sizing.auto import plan_for, with_sizes
 from pcgsvc.sizing.choice import SizePlan, plan_sizes
-from pcgsvc.sizing.cost import measured, modelled
+from pcgsvc.sizing.cost import StepCost, measured, modelled
 from pcgsvc.sizing.expect import Forecast, Service, service_of
 from pcgsvc.sizing.traffic import Traffic, make_traffic
 
@@ -52,9 +52,15 @@ def bimodal() -> Traffic:
     return traffic_of(count, {n: uniform.count(n) for n in uniform})
 
 
-def plan(traffic: Traffic, service: Service = BOTH, **settings: Any) -> SizePlan:
-    values = {"cost": ROWS, "max_size": None, "max_count": 64, "count": None, "min_gain": 0.005}
-    return plan_sizes(traffic, service, **{**values, **settings})
+def plan(
+    traffic: Traffic,
+    service: Service = BOTH,
+    *,
+    cost: StepCost = ROWS,
+    max_size: int | None = None,
+    **sizing: Any,
+) -> SizePlan:
+    return plan_sizes(traffic, service, cost, SizingConfig(**sizing), max_size=max_size)
 
 
 # ---- forecast ------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from pcgsvc.config import Config, ModelConfig
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.jobs.app import main
-from pcgsvc.models import smollm2
 from pcgsvc.models.catalog import build_model, validate_model
+from pcgsvc.models.fetched import FETCHED, find_weights, models_dir
 from pcgsvc.models.tokenizer import GgufTokenizer
 from pcgsvc.ops.context import use_context
 from pcgsvc.serve.generate import generate_ids
@@ -121,12 +121,12 @@ def test_missing_file_names_the_script_and_where_it_was_looked_for(
     monkeypatch.setenv("PCGSVC_MODELS_DIR", str(tmp_path / "m"))
     with pytest.raises(ConfigError, match=r"scripts/fetch-smollm2") as caught:
         validate_model(Config(model=ModelConfig(name="smollm2")))
-    assert str(tmp_path / "m" / smollm2.FILE_NAME) in str(caught.value)
+    assert str(tmp_path / "m" / FETCHED["smollm2"]) in str(caught.value)
 
 
 def test_weights_setting_replaces_the_models_directory() -> None:
     model = ModelConfig(name="smollm2", weights="/other/m.gguf")
-    assert smollm2.find_weights(model) == Path("/other/m.gguf")
+    assert find_weights(model) == Path("/other/m.gguf")
     with pytest.raises(ConfigError, match=r"'/other/m\.gguf' does not exist"):
         validate_model(Config(model=model))
     model.weights = "/other/m.safetensors"
@@ -148,8 +148,8 @@ def test_script_and_package_look_in_the_same_place(
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert script.models_dir() == smollm2.models_dir()
-    assert Path(script.MEMBER).name == smollm2.FILE_NAME
+    assert script.models_dir() == models_dir()
+    assert Path(script.MEMBER).name == FETCHED["smollm2"]
 
 
 def test_script_refuses_a_file_of_another_digest_and_leaves_nothing_behind(
@@ -172,7 +172,7 @@ def checkpoint_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real GGUF file: the user's, or one that the script fetches for this session."""
     for package in ("gguf", "tokenizers", "jinja2", "transformers"):
         pytest.importorskip(package)
-    path = smollm2.models_dir() / smollm2.FILE_NAME
+    path = models_dir() / FETCHED["smollm2"]
     if path.is_file():
         return path
     folder = tmp_path_factory.mktemp("models")
@@ -183,7 +183,7 @@ def checkpoint_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(
             f"scripts/fetch-smollm2 failed: {result.stderr}"
         )
-    return folder / smollm2.FILE_NAME
+    return folder / FETCHED["smollm2"]
 
 
 @pytest.fixture(scope="session")
@@ -368,7 +368,13 @@ GAP = 1e-2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["model=smollm2 model.weights=", "model=hf model.path="])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "model=smollm2 model.weights=",
+        pytest.param("model=hf model.path=", marks=pytest.mark.exhaustive),  # one of its families
+    ],
+)
 @torch.no_grad()
 def test_greedy_tokens_of_three_prompts_in_one_batch_equal_transformers(
     model: str, checkpoint_file: Path, theirs: Any

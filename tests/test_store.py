@@ -15,6 +15,7 @@ import diskcache
 import pytest
 from store_helpers import (
     all_files,
+    database,
     fill,
     key,
     misses,
@@ -23,9 +24,8 @@ from store_helpers import (
     stored_files,
 )
 
-from pcgsvc.cache import bytes_disk
-from pcgsvc.cache.bytes_disk import open_cache, row_name
-from pcgsvc.cache.envelope import Kind
+from pcgsvc.cache import index
+from pcgsvc.cache.index import open_cache
 from pcgsvc.cache.store import Built, Store
 from pcgsvc.config import CacheMode
 from pcgsvc.errors import CacheError
@@ -73,7 +73,7 @@ def test_storing_again_replaces_and_leaves_no_old_file(root: Path) -> None:
         store.put_piece(A, b"1" * 5000, facts={})
         store.put_piece(A, b"2" * 5000, facts={})
         assert store.get_piece(A).value == b"2" * 5000
-        assert len(list((root / "store" / "db").rglob("*.val"))) == 1
+        assert len(stored_files(root)) == 1
         assert store.check().ok
 
 
@@ -156,50 +156,50 @@ def test_a_store_opened_before_a_fork_serves_parent_and_child(root: Path) -> Non
 
 
 def test_diskcache_takes_nothing_but_bytes_under_names_of_ours(tmp_path: Path) -> None:
-    cache = open_cache(tmp_path / "db", timeout_s=1, size_limit=1)
-    name = row_name(Kind.PIECE, A)
+    cache = open_cache(tmp_path / "index")
     for bad in ({"a": 1}, "text", 7, None, bytearray(b"x")):
         with pytest.raises(CacheError, match="only bytes"):
-            cache.set(name, bad)
+            cache.set(A, bad)
     for bad_key in (("a", "b"), 7, "name", b"bytes"):
-        with pytest.raises(CacheError, match="our own form"):
+        with pytest.raises(CacheError, match="64 lower-case hex"):
             cache.set(bad_key, b"x")
     with pytest.raises(CacheError, match="only bytes"):
-        cache.set(name, io.BytesIO(b"x"), read=True)
+        cache.set(A, io.BytesIO(b"x"), read=True)
     assert len(cache) == 0
     cache.close()
 
 
 def test_diskcache_itself_refuses_a_pickle_on_read(tmp_path: Path) -> None:
-    cache = open_cache(tmp_path / "db", timeout_s=1, size_limit=1)
-    name = row_name(Kind.PIECE, A)
-    cache.set(name, b"x")
+    cache = open_cache(tmp_path / "index")
+    cache.set(A, b"x")
     with cache.transact():
         cache._sql("UPDATE Cache SET mode = 4, value = ?", (pickle.dumps(1),))
     with pytest.raises(Exception, match="mode pickle"):
-        cache.get(name)
+        cache.get(A)
     cache.close()
 
 
 def test_every_setting_is_given_at_each_open_whatever_the_database_says(root: Path) -> None:
     with open_store(root) as store:
-        store.put_piece(A, b"x" * 3000, facts={})
+        store.put_program(A, b"x" * 3000, pieces=[], facts={})
+        assert [info.key for info in store.ls()] == [A]
     sql(root, "UPDATE Settings SET value='least-recently-used' WHERE key='eviction_policy'")
     sql(root, "UPDATE Settings SET value=10 WHERE key IN ('size_limit', 'cull_limit')")
     with open_store(root) as store:
-        store.put_piece(B, b"y" * 3000, facts={})
-        assert store.get_piece(A).hit
+        store.put_program(B, b"y" * 3000, pieces=[], facts={})
+        assert {info.key for info in store.ls()} == {A, B}
     settings = dict(sql(root, "SELECT key, value FROM Settings"))
+    assert len(sql(root, "SELECT key FROM Cache")) == 2
     assert (settings["eviction_policy"], settings["cull_limit"]) == ("none", 0)
-    assert (settings["sqlite_mmap_size"], settings["sqlite_synchronous"]) == (0, 2)
+    assert (settings["sqlite_mmap_size"], settings["sqlite_synchronous"]) == (0, 0)
     given = {name for name in diskcache.DEFAULT_SETTINGS if name in settings}
     assert given == set(diskcache.DEFAULT_SETTINGS)
 
 
 def test_one_module_alone_imports_diskcache() -> None:
-    package = Path(bytes_disk.__file__).parent.parent
+    package = Path(index.__file__).parent.parent
     users = [p.name for p in package.rglob("*.py") if "import diskcache" in p.read_text()]
-    assert users == ["bytes_disk.py"]
+    assert users == ["index.py"]
 
 
 def test_the_store_imports_no_torch() -> None:
@@ -208,12 +208,16 @@ def test_the_store_imports_no_torch() -> None:
 
 
 def test_a_warm_start_changes_nothing_in_the_database(root: Path) -> None:
+    """Nor in the entries, but the time of their last use."""
     with open_store(root) as store:
         fill(store)
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in stored_files(root)}
+        store.ls()
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in all_files(root)}
+    written = database(root).stat().st_mtime_ns
     with open_store(root) as store:
         assert misses(store) == []
-    assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in stored_files(root)}
+    assert before == {path: (path.stat().st_ino, path.read_bytes()) for path in all_files(root)}
+    assert database(root).stat().st_mtime_ns == written
 
 
 # ---- modes ---------------------------------------------------------------------------------------
@@ -234,10 +238,6 @@ def test_mode_off_leaves_no_file_and_reads_none(
         assert store.get_or_build(C, lambda: Built(b"c")).value == b"c"
         assert (store.ls(), store.nearest({}), store.num_bytes()) == ([], None, 0)
         assert store.check().ok
-        dirs = store.compiler_dirs()
-        assert dirs.inductor.is_dir()
-        assert dirs.triton.is_relative_to(scratch)
-        (dirs.triton / "file").write_text("x")
         with pytest.raises(CacheError, match=r"cache\.mode=off"):
             store.clear()
     assert all_files(tmp_path) == before
@@ -253,7 +253,6 @@ def test_mode_read_serves_hits_and_stores_nothing(root: Path) -> None:
         assert not store.put_piece(B, b"y", facts={})
         assert store.get_or_build(B, lambda: Built(b"y")).stored is False
         assert store.get_piece(B).miss == "absent"
-        assert not store.compiler_dirs().inductor.is_relative_to(root)
         with pytest.raises(CacheError, match=r"cache\.mode=read"):
             store.clear()
     assert before == {path: path.stat().st_mtime_ns for path in all_files(root)}

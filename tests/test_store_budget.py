@@ -12,6 +12,7 @@ import pytest
 from store_helpers import (
     PIECES,
     PROGRAMS,
+    entry_files,
     fill,
     flip_payload,
     key,
@@ -21,9 +22,8 @@ from store_helpers import (
     value_file,
 )
 
-from pcgsvc.cache.bytes_disk import row_name
+from pcgsvc.cache.entries import Entries
 from pcgsvc.cache.envelope import Entry, Kind
-from pcgsvc.cache.usage import Pins
 from pcgsvc.config import CacheMode
 
 A, B, C, P, Q = (key(name) for name in "abcpq")
@@ -46,7 +46,7 @@ def put_programs(root: Path, names: str, **settings: Any) -> None:
             pieces = [key("shared"), key(f"piece {name}")]
             assert store.put_program(key(name), name.encode(), pieces=pieces, facts={"n": name})
         when = time.time() - 1000 * (age + 1)
-        os.utime(root / "store" / "pins" / row_name(Kind.PROGRAM, key(name)), (when, when))
+        os.utime(value_file(root, key(name)), (when, when))
 
 
 def programs(root: Path) -> set[str]:
@@ -68,7 +68,7 @@ def test_the_least_recently_used_program_goes_first_and_takes_its_own_pieces_alo
         report = store.check()
         assert (report.ok, report.orphans, report.strays) == (True, [], [])
         assert report.num_bytes <= 45_000
-        assert len(list((root / "store" / "pins").iterdir())) == report.num_programs * 2 + 1
+        assert len(entry_files(root)) == report.num_programs * 2 + 1
 
 
 def test_a_program_in_use_by_another_process_is_never_dropped(
@@ -114,30 +114,47 @@ def test_a_program_stored_while_others_are_being_dropped_keeps_its_pieces(
 ) -> None:
     with open_store(root) as dead:
         dead.put_piece(A, b"a" * 20_000, facts={})
-    claim = Pins.claim
+    claim = Entries.claim
 
-    def late(pins: Pins, kind: Kind, name: str) -> Any:
+    def late(entries: Entries, kind: Kind, name: str) -> Any:
         if (kind, name) == (Kind.PIECE, A):
             with open_store(root) as other:  # after the pass began, and done before the claim
                 assert other.get_piece(A).hit
                 assert other.put_program(P, b"{}", pieces=[A], facts={})
-        return claim(pins, kind, name)
+        return claim(entries, kind, name)
 
     with open_store(root, max_bytes=21_000) as store:
-        monkeypatch.setattr(Pins, "claim", late)
+        monkeypatch.setattr(Entries, "claim", late)
         store.put_piece(C, b"c" * 2000, facts={})
         monkeypatch.undo()
         assert store.get_program(P).hit
         assert store.get_piece(A).hit
 
 
-def test_what_was_got_is_in_use_even_if_its_pin_was_lost(root: Path) -> None:
+def test_what_was_got_is_in_use_even_if_its_file_was_copied_meanwhile(root: Path) -> None:
     put_programs(root, "a")
-    shutil.rmtree(root / "store" / "pins")
     with open_store(root) as user:
+        assert user.get_program(key("a")).hit
+        shutil.copytree(root, root.with_name("copy"))
+        shutil.rmtree(root)
+        root.with_name("copy").rename(root)  # as restored from a backup: no lock is on it
         assert user.get_program(key("a")).hit
         put_programs(root, "b", max_bytes=1)
         assert programs(root) == {"a", "b"}
+
+
+def test_a_program_in_use_stays_though_another_process_has_replaced_it(root: Path) -> None:
+    put_programs(root, "a")
+    with open_store(root) as user:
+        assert user.get_program(key("a")).hit
+        put_programs(root, "a")
+        put_programs(root, "b", max_bytes=1)
+        assert programs(root) == {"a", "b"}
+        assert user.check().strays == []
+    put_programs(root, "b", max_bytes=1)
+    assert programs(root) == {"b"}
+    with open_store(root) as store:
+        assert store.check().strays == []
 
 
 def test_what_was_cleared_and_stored_again_is_in_use_again_once_it_is_got(root: Path) -> None:
@@ -151,15 +168,14 @@ def test_what_was_cleared_and_stored_again_is_in_use_again_once_it_is_got(root: 
         assert programs(root) == {"a", "b"}
 
 
-def test_pins_of_what_is_not_there_do_not_stay(root: Path) -> None:
-    pins = root / "store" / "pins"
+def test_what_is_not_there_leaves_nothing_behind_when_it_is_looked_for(root: Path) -> None:
     with open_store(root) as store:
         store.get_piece(B)
         assert not store.put_program(P, b"{}", pieces=[B], facts={})
         store.put_piece(A, b"a" * 5000, facts={})
         flip_payload(value_file(root, A))
         assert not store.get_piece(A).hit
-        assert list(pins.iterdir()) == []
+        assert stored_files(root) == []
 
 
 def test_within_its_budget_nothing_is_dropped(root: Path) -> None:
@@ -176,7 +192,7 @@ def test_ls_gives_size_last_use_and_the_facts_that_tell_programs_apart(root: Pat
         store.put_program(P, b"{}", pieces=[A], facts={"torch": "2", "config": {"x": 1, "y": 0}})
         store.put_program(Q, b"{}", pieces=[A], facts={"torch": "2", "config": {"x": 2, "y": 0}})
         old = time.time() - 1000
-        os.utime(root / "store" / "pins" / row_name(Kind.PROGRAM, P), (old, old))
+        os.utime(value_file(root, P), (old, old))
         newest, oldest = store.ls()
         assert (newest.key, oldest.key) == (Q, P)
         assert abs(oldest.last_use - old) < 1
@@ -219,7 +235,7 @@ def test_check_finds_orphans_and_strays_and_fix_deletes_strays(root: Path) -> No
     with open_store(root) as store:
         fill(store)
         store.put_piece(A, b"x", facts={})
-        stray = root / "store" / "db" / "ab" / "cd" / ("0" * 28 + ".val")
+        stray = root / "store" / "entries" / "piece" / "ab" / f".{B}.0123"
         stray.parent.mkdir(parents=True, exist_ok=True)
         stray.write_bytes(b"x")
         report = store.check()
@@ -252,18 +268,6 @@ def test_clear_deletes_all_entries_and_the_store_goes_on(root: Path) -> None:
         fill(other)
         assert misses(store) == []
         assert store.check().ok
-
-
-def test_clear_leaves_scratch_that_another_store_uses(root: Path) -> None:
-    with open_store(root) as store:
-        with open_store(root) as compiling:
-            mine = compiling.compiler_dirs().inductor / "file"
-            mine.write_text("x")
-            assert (mine.parent.stat().st_mode & 0o777) == 0o700
-            store.clear()
-            assert mine.exists()
-        store.clear()
-        assert not mine.exists()
 
 
 def test_an_entry_is_put_back_as_it_was_read(root: Path, tmp_path: Path) -> None:

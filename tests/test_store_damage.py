@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from store_helpers import (
     PIECES,
+    PROGRAMS,
     expect_rebuilt,
     fill,
     flip_payload,
@@ -27,10 +28,13 @@ from store_helpers import (
 )
 
 from pcgsvc.cache import envelope
-from pcgsvc.cache.envelope import DamagedError, Entry, Kind, decode, encode
+from pcgsvc.cache.envelope import NUM_PREFIX_BYTES, DamagedError, Entry, Kind, decode, encode
+from pcgsvc.cache.file_lock import acquire
 from pcgsvc.cache.quarantine import Quarantine
+from pcgsvc.config import CacheMode
 
-SMALL, PIECE, *_ = PIECES  # the one lies in its row, the other in a value file
+_, PIECE, *_ = PIECES
+PROGRAM, *_ = PROGRAMS
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open_store(root) as store:
         fill(store)
         assert misses(store) == []
+        store.ls()  # makes the index
     return root
 
 
@@ -62,12 +67,15 @@ def test_a_byte_flipped_anywhere_never_gives_a_wrong_result(
     path.write_bytes(raw)
     with open_store(root) as store:
         found = misses(store)
-        assert "absent" not in found[:1]  # damage to the database is called by its name
-        if path.suffix == ".val":
-            assert len(found) == 1
+        assert "absent" not in found  # damage is called by its name
+        assert len(found) == ("entries" in path.parts)  # and the index holds nothing of its own
         if found:
             assert found[0] in caplog.text
             assert store.check().quarantined
+        listed = {info.key: info.facts for info in store.ls()}
+        for name in PROGRAMS:
+            assert listed.get(name, {"of": name, "config.x": 1}) == {"of": name, "config.x": 1}
+        assert len(listed) == len(PROGRAMS) - (path.parent.parent.name == "program")
     expect_rebuilt(root)
 
 
@@ -144,9 +152,8 @@ def fifo_in_its_place(path: Path) -> None:
         (other_entry, "entry of another key"),
         (other_kind, "entry of another key"),
         (flip_payload, "digest mismatch"),
-        (Path.unlink, "value file missing"),
-        (folder_in_its_place, "value file unreadable"),
-        (fifo_in_its_place, "empty entry"),
+        (folder_in_its_place, "entry unreadable"),
+        (fifo_in_its_place, "entry unreadable"),
     ],
 )
 def test_a_damaged_value_file_is_a_miss_named_by_its_cause_and_only_that_entry_goes(
@@ -165,6 +172,35 @@ def test_a_damaged_value_file_is_a_miss_named_by_its_cause_and_only_that_entry_g
     expect_rebuilt(root)
 
 
+def test_a_deleted_value_file_is_absent_and_check_names_the_program_that_lacks_it(
+    root: Path,
+) -> None:
+    value_file(root, PIECE).unlink()
+    with open_store(root) as store:
+        (problem,) = store.check().problems
+        assert f"pieces missing: {PIECE[:12]}" in problem.cause
+        assert misses(store) == ["absent"]
+    expect_rebuilt(root)
+
+
+def test_a_folder_in_the_place_of_an_entry_gives_way_to_a_write(root: Path) -> None:
+    folder_in_its_place(value_file(root, PIECE))
+    with open_store(root, CacheMode.REFRESH) as store:
+        assert store.put_piece(PIECE, b"new", facts={})
+        assert store.get_piece(PIECE).value == b"new"
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_an_entry_that_others_may_write_to_is_a_miss_until_it_is_written_again(
+    root: Path, mode: int
+) -> None:
+    value_file(root, PIECE).chmod(mode)
+    with open_store(root) as store:
+        assert "others may write" in (store.get_piece(PIECE).miss or "")
+        assert not store.check().quarantined
+    expect_rebuilt(root)
+
+
 def test_a_damaged_entry_is_kept_in_quarantine(root: Path) -> None:
     flip_payload(value_file(root, PIECE))
     with open_store(root) as store:
@@ -178,7 +214,9 @@ def test_a_damaged_entry_is_kept_in_quarantine(root: Path) -> None:
 def test_the_quarantine_is_bounded_and_the_oldest_go_first(tmp_path: Path) -> None:
     quarantine = Quarantine(tmp_path / "q", max_bytes=250)
     for number in range(5):
-        quarantine.keep(f"entry {number}", bytes([number]) * 100)
+        (tmp_path / "entry").write_bytes(bytes([number]) * 100)
+        with acquire(tmp_path / "entry") or pytest.fail("not held") as damaged:
+            assert quarantine.move(damaged, f"entry {number}")
     assert [path.read_bytes()[0] for path in quarantine.items()] == [3, 4]
 
 
@@ -194,24 +232,20 @@ class Trap:
 
 @pytest.mark.parametrize("in_file", [False, True])
 def test_a_planted_pickle_is_a_miss_and_never_executed(
-    root: Path, tmp_path: Path, in_file: bool
+    root: Path, tmp_path: Path, in_file: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     trap = tmp_path / "executed"
     bomb = pickle.dumps(Trap(str(trap)))
     if in_file:
         value_file(root, PIECE).write_bytes(bomb)
-        sql(root, "UPDATE Cache SET mode = 4 WHERE key LIKE ?", f"%{PIECE}")
     else:
-        sql(
-            root,
-            "UPDATE Cache SET mode = 4, filename = NULL, value = ? WHERE key LIKE ?",
-            bomb,
-            f"%{PIECE}",
-        )
+        sql(root, "UPDATE Cache SET mode = 4, value = ? WHERE key = ?", bomb, PROGRAM)
     with open_store(root) as store:
         assert not store.check().ok
-        assert store.get_piece(PIECE).miss == "row refused: a value of mode pickle"
-        store.ls()
+        miss = store.get_piece(PIECE).miss
+        assert miss == (None if not in_file else "foreign bytes: no envelope of pcgsvc")
+        assert len(store.ls()) == len(PROGRAMS)
+        assert ("row refused: a value of mode pickle" in caplog.text) is not in_file
         store.check(fix=True)
     expect_rebuilt(root)
     assert not trap.exists()
@@ -224,33 +258,56 @@ def test_a_planted_pickle_is_a_miss_and_never_executed(
     [
         ("mode", 3, "mode text"),
         ("mode", "x", "mode 'x'"),
-        ("mode", 2, "mode 2"),
+        ("mode", 2, "mode file"),
         ("value", "text", "mode 1"),
         ("value", None, "mode 1"),
         ("filename", "../../../secret", "mode 1"),
+        ("key", "foreign", "its key is 'foreign'"),
+        ("key", 7, "its key is 7"),
+        ("key", key("another program"), "entry of another key"),
+        ("value", encode(Entry(kind=Kind.PIECE, key=PROGRAM, payload=b"x")), "another key"),
+        ("value", b"bytes", "truncated"),
+        ("raw", 0, "empty entry"),
     ],
 )
 def test_a_row_that_is_none_of_ours_is_refused(
-    root: Path, column: str, value: Any, cause: str
+    root: Path, column: str, value: Any, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sql(root, f"UPDATE Cache SET {column} = ? WHERE key LIKE ?", value, f"%{SMALL}")
+    sql(root, f"UPDATE Cache SET {column} = ? WHERE key = ?", value, PROGRAM)
     with open_store(root) as store:
-        assert cause in (store.get_piece(SMALL).miss or "")
+        (problem,) = store.check().problems
+        assert problem.what == "index"
+        assert cause in problem.cause
+        assert misses(store) == []
+        assert len(store.ls()) == len(PROGRAMS)
+        assert store.check().ok
+    assert cause in caplog.text
+    assert {row for (row,) in sql(root, "SELECT key FROM Cache")} == set(PROGRAMS)
     expect_rebuilt(root)
+
+
+def test_a_row_that_says_something_else_than_the_entry_is_not_believed(root: Path) -> None:
+    with open_store(root) as store:
+        seal = value_file(root, PROGRAM).read_bytes()[:NUM_PREFIX_BYTES]
+        store.put_program(PROGRAM, b"another", pieces=[], facts={"a": 1})
+        stale = Entry(kind=Kind.PROGRAM, key=PROGRAM, payload=seal, facts={"a": 0})
+        sql(root, "UPDATE Cache SET value = ? WHERE key = ?", encode(stale), PROGRAM)
+        assert {info.key: info.facts for info in store.ls()}[PROGRAM] == {"a": 1}
 
 
 def test_a_row_that_names_a_file_elsewhere_neither_reads_nor_deletes_it(root: Path) -> None:
     secret = root / "secret"
-    secret.write_bytes(encode(Entry(kind=Kind.PIECE, key=PIECE, payload=b"not ours")))
-    sql(root, "UPDATE Cache SET filename = '../../secret' WHERE key LIKE ?", f"%{PIECE}")
+    secret.write_bytes(encode(Entry(kind=Kind.PROGRAM, key=PROGRAM, payload=b"not ours")))
+    sql(root, "UPDATE Cache SET filename = '../../secret', value = NULL, mode = 2")
     with open_store(root) as store:
-        assert "row refused" in (store.get_piece(PIECE).miss or "")
+        assert "row refused" in store.check().problems[0].cause
+        assert "not ours" not in str(store.ls())
         store.put_piece(PIECE, PIECES[PIECE], facts={})
         store.clear()
     assert secret.exists()
 
 
-# ---- what lies there -----------------------------------------------------------------------------
+# ---- what is stored -----------------------------------------------------------------------------
 
 
 def test_all_that_is_stored_is_ours_alone_to_read(root: Path) -> None:
@@ -258,7 +315,10 @@ def test_all_that_is_stored_is_ours_alone_to_read(root: Path) -> None:
     try:
         with open_store(root.with_name("new")) as store:
             fill(store)
-            store.compiler_dirs()
+            store.ls()
+            store.nearest({})
+            with store.lock(PIECE), store.no_eviction():
+                assert not store.check().problems
     finally:
         os.umask(previous)
     for path in (root.with_name("new") / "store").rglob("*"):

@@ -1,4 +1,4 @@
-"""A damaged, deleted or half-made database: named, put aside, made anew."""
+"""A damaged, deleted or half-made index: named, thrown away, made anew; no entry is lost."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from store_helpers import (
     PIECES,
     PROGRAMS,
     all_files,
+    database,
     expect_rebuilt,
     fill,
     flip_payload,
@@ -23,14 +24,16 @@ from store_helpers import (
     misses,
     open_store,
     rebuild,
+    sql,
     value_file,
 )
 
-from pcgsvc.cache.envelope import Entry
-from pcgsvc.cache.store import Built
+from pcgsvc.cache.file_lock import acquire
+from pcgsvc.cache.store import Built, Store
 from pcgsvc.config import CacheMode
 
-SMALL, PIECE, *_ = PIECES  # the one lies in its row, the other in a value file
+SMALL, PIECE, *_ = PIECES
+PROGRAM, *_ = PROGRAMS
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open_store(root) as store:
         fill(store)
         assert misses(store) == []
+        store.ls()  # makes the index
     return root
 
 
@@ -59,10 +63,6 @@ def half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def no_table(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def all_garbage(path: Path) -> None:
     path.write_bytes(os.urandom(path.stat().st_size))
 
@@ -72,93 +72,152 @@ def statement_that_is_no_text(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"CREATE TABLE Cache", b"CREATE T\xe5BLE Cache"))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [garbage_header, half, no_table, all_garbage, foreign, statement_that_is_no_text],
-)
-def test_a_damaged_database_is_named_put_aside_and_built_again(
-    root: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+def expect_sound(store: Store) -> None:
+    """Nothing is missing, neither when looked up nor when listed."""
+    assert misses(store) == []
+    assert {info.key for info in store.ls()} == set(PROGRAMS)
+    assert store.check().problems == []
+    assert store.check().quarantined == []
+
+
+DAMAGES = [garbage_header, half, all_garbage, foreign, statement_that_is_no_text]
+
+
+@pytest.mark.parametrize("fix", [False, True])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_database_is_named_thrown_away_and_built_again(
+    root: Path, damage: Callable[[Path], None], fix: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damage(root / "store" / "db" / "cache.db")
+    damage(database(root))
     with open_store(root) as store:
-        assert not store.check().ok
-        found = store.get_piece(PIECE)
-        assert found.value is None
-        assert "database damaged" in (found.miss or "")
-        assert misses(store) == ["absent"] * (len(PIECES) + len(PROGRAMS))
-        assert any("database" in path.name for path in store.check().quarantined)
-        fill(store)
+        assert [problem.what for problem in store.check(fix=fix).problems] == ["index"]
         assert misses(store) == []
-    assert "database damaged" in caplog.text
-    expect_rebuilt(root)
+        expect_sound(store)
+    assert ("index damaged" in caplog.text) is not fix
+    with open_store(root) as store:
+        expect_sound(store)
+        assert sql(root, "SELECT count(*) FROM Cache") == [(len(PROGRAMS),)]
+
+
+def test_an_empty_database_is_filled_again(root: Path) -> None:
+    database(root).write_bytes(b"")
+    with open_store(root) as store:
+        expect_sound(store)
+    assert sql(root, "SELECT count(*) FROM Cache") == [(len(PROGRAMS),)]
 
 
 def key_of_a_row(path: Path) -> None:
     raw = path.read_bytes()
-    path.write_bytes(raw.replace(PIECE.encode(), b"z" + PIECE[1:].encode(), 1))
+    path.write_bytes(raw.replace(PROGRAM.encode(), b"z" + PROGRAM[1:].encode(), 1))
 
 
-@pytest.mark.parametrize("damage", [all_garbage, half, key_of_a_row, statement_that_is_no_text])
-def test_a_damaged_database_that_a_write_meets_first_is_put_aside_and_the_write_succeeds(
+@pytest.mark.parametrize("damage", [*DAMAGES, key_of_a_row])
+def test_a_damaged_database_that_a_write_meets_first_does_not_keep_it_from_success(
     root: Path, damage: Callable[[Path], None]
 ) -> None:
-    damage(root / "store" / "db" / "cache.db")
+    damage(database(root))
     with open_store(root) as store:
         fill(store)
-        assert misses(store) == []
-        assert store.check().ok
+        expect_sound(store)
 
 
 def test_a_flipped_key_is_called_damage_rather_than_absent(root: Path, tmp_path: Path) -> None:
-    raw = (root / "store" / "db" / "cache.db").read_bytes()
+    raw = database(root).read_bytes()
     # Of the row, and of the index that look-ups go by.
-    places = [i for i in range(len(raw)) if raw.startswith(PIECE.encode(), i)]
-    assert len(places) == 2
+    places = [i for i in range(len(raw)) if raw.startswith(PROGRAM.encode(), i)]
+    assert len(places) >= 2
     for place in places:
         copy = Path(shutil.copytree(root, tmp_path / str(place)))
-        (copy / "store" / "db" / "cache.db").write_bytes(raw[:place] + b"z" + raw[place + 1 :])
+        database(copy).write_bytes(raw[:place] + b"z" + raw[place + 1 :])
         with open_store(copy) as store:
-            assert "missing from index" in (store.get_piece(key("never stored")).miss or "")
+            (problem,) = store.check().problems
+            assert problem.what == "index"
+            assert {info.key for info in store.ls()} == set(PROGRAMS)
         expect_rebuilt(copy)
 
 
-def test_a_deleted_database_is_empty_and_its_files_go_with_the_next_write(root: Path) -> None:
-    (root / "store" / "db" / "cache.db").unlink()
+def test_a_deleted_database_is_made_anew_and_nothing_is_lost(root: Path) -> None:
+    database(root).unlink()
     with open_store(root) as store:
-        assert set(misses(store)) == {"absent"}
+        expect_sound(store)
         assert store.put_piece(key("new"), b"x", facts={})
-        assert not list((root / "store" / "db").rglob("*.val"))
-        rebuild(store)
-        assert misses(store) == []
+        expect_sound(store)
+    assert database(root).exists()
+
+
+def test_a_database_that_can_only_be_thrown_away_costs_no_entry_its_place_in_the_budget(
+    root: Path,
+) -> None:
+    all_garbage(database(root))
+    with open_store(root, max_bytes=1) as store:
+        store.put_piece(key("new"), b"x", facts={})
+        assert set(misses(store)) == {"absent"}
 
 
 def test_files_of_a_killed_writer_go_when_the_next_one_begins(root: Path) -> None:
-    stray = root / "store" / "db" / "ab" / "cd" / ("0" * 28 + ".val")
-    stray.parent.mkdir(parents=True)
+    stray = root / "store" / "entries" / "piece" / "ab" / f".{PIECE}.0123"
+    stray.parent.mkdir(parents=True, exist_ok=True)
     stray.write_bytes(b"x")
-    half_made = root / "store" / "db.new"
-    half_made.mkdir()
+    cleared = root / "store" / "entries.old"
+    cleared.mkdir()
     with open_store(root) as store:
         assert store.check().strays == [stray]
         assert store.put_piece(key("new"), b"x", facts={})
         assert not stray.exists()
+        assert not cleared.exists()
         assert misses(store) == []
+
+
+def test_a_file_that_another_process_is_writing_is_no_stray(root: Path) -> None:
+    half_written = root / "store" / "entries" / "piece" / "ab" / f".{PIECE}.0123"
+    half_written.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        acquire(half_written, shared=True) or pytest.fail("not held"),
+        open_store(root) as store,
+    ):
+        assert store.put_piece(key("new"), b"x", facts={})
+        assert store.check(fix=True).strays == []
+        assert half_written.exists()
+
+
+def test_a_cache_of_an_earlier_format_is_a_miss_with_its_reason_and_goes_with_the_next_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = tmp_path / "root" / "store"
+    for name in ("db/ab/cd", "pins"):
+        (data / name).mkdir(parents=True, mode=0o700)
+    data.chmod(0o700)
+    (data / "db" / "cache.db").write_bytes(b"SQLite format 3")
+    (data / "db" / "ab" / "cd" / "0.val").write_bytes(b"x" * 5000)
+    (data / "db.lock").write_bytes(b"")
+    for mode in (CacheMode.READ, CacheMode.READWRITE):
+        with open_store(tmp_path / "root", mode) as store:
+            assert store.get_piece(PIECE).miss == "absent; the cache is of an earlier format"
+            assert store.ls() == []
+            assert store.check().ok
+    with open_store(tmp_path / "root") as store:
+        fill(store)
+        expect_sound(store)
+    assert {path.name for path in data.iterdir()} == {
+        "entries",
+        "index",
+        "index.lock",
+        "evict.lock",
+    }
+    assert not caplog.records
 
 
 def test_the_journal_of_a_deleted_database_does_not_get_into_the_new_one(root: Path) -> None:
     hot_journal(root, "DELETE FROM Cache")
-    (root / "store" / "db" / "cache.db").unlink()
+    database(root).unlink()
     with open_store(root) as store:
-        rebuild(store)
-        assert misses(store) == []
-        assert store.check().ok
-        assert not store.check().quarantined
+        expect_sound(store)
 
 
 def test_a_writer_killed_while_it_makes_the_database_leaves_no_damage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = tmp_path / "root"
+    shutil.rmtree(database(root).parent)
     real = diskcache.Cache.reset
     for call in range(1, 26, 4):
         pid = os.fork()
@@ -172,16 +231,14 @@ def test_a_writer_killed_while_it_makes_the_database_leaves_no_damage(
 
             with contextlib.suppress(BaseException):
                 diskcache.Cache.reset = reset
-                open_store(root).put_piece(PIECE, b"x", facts={})
+                open_store(root).ls()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
         with open_store(root) as store:
-            assert store.get_piece(PIECE).miss == "absent"
             assert store.check().ok
+            assert misses(store) == []
     with open_store(root) as store:
-        rebuild(store)
-        assert misses(store) == []
-        assert not store.check().quarantined
+        expect_sound(store)
     assert not caplog.records
 
 
@@ -190,37 +247,53 @@ def test_a_database_deleted_under_an_open_store_is_made_anew(
 ) -> None:
     with open_store(root) as store:
         assert store.put_piece(SMALL, PIECES[SMALL], facts={"of": SMALL})
-        (root / "store" / "db" / "cache.db").unlink()
-        assert store.put_piece(SMALL, PIECES[SMALL], facts={"of": SMALL})
+        shutil.rmtree(database(root).parent)
+        assert store.put_program(PROGRAM, b"{}", pieces=[], facts={})
+        assert len(store.ls()) == len(PROGRAMS)
+        assert database(root).exists()
         rebuild(store)
-        assert misses(store) == []
         assert store.check().ok
     assert not caplog.records
 
 
-def test_a_database_that_was_replaced_meanwhile_is_not_put_aside_for_the_old_one(
-    root: Path,
-) -> None:
-    with open_store(root) as store:
-        assert store._entries is not None
-        table = store._entries.table
-        old = table.reader.inode()
-        store.clear()
-        rebuild(store)
-        assert table.writer is not None
-        assert table.writer.put_aside("damage of the old one", old, force=True) is None
-        assert misses(store) == []
+def test_entries_cleared_and_stored_again_by_another_process_are_found(root: Path) -> None:
+    with open_store(root) as store, open_store(root) as other:
+        expect_sound(store)
+        other.clear()
+        assert set(misses(store)) == {"absent"}
+        rebuild(other)
+        expect_sound(store)
 
 
-def test_a_row_replaced_between_look_up_and_read_is_looked_up_again(
+def test_an_entry_replaced_between_look_up_and_read_is_read_whole(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_store(root, CacheMode.READ) as store:
-        assert store._entries is not None
-        reader = store._entries.table.reader
-        stale = [(2, "ab/cd/" + "0" * 28 + ".val", None)]
-        real = reader._row
-        monkeypatch.setattr(reader, "_row", lambda *a: stale.pop() if stale else real(*a))
+    with open_store(root, CacheMode.READ) as store, open_store(root) as other:
+        real = os.pread
+
+        def late(fd: int, length: int, offset: int) -> bytes:
+            monkeypatch.undo()
+            other.put_piece(PIECE, b"new" * 5000, facts={"of": PIECE})
+            return real(fd, length, offset)
+
+        monkeypatch.setattr(os, "pread", late)
+        assert store.get_piece(PIECE).value == PIECES[PIECE]
+        assert store.get_piece(PIECE).value == b"new" * 5000
+
+
+def test_a_folder_cleared_while_an_entry_is_written_is_made_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(root) as store, open_store(root) as other:
+        real = os.fsync
+
+        def late(fd: int) -> None:
+            monkeypatch.undo()
+            real(fd)
+            other.clear()
+
+        monkeypatch.setattr(os, "fsync", late)
+        assert store.put_piece(PIECE, PIECES[PIECE], facts={"of": PIECE})
         assert store.get_piece(PIECE).value == PIECES[PIECE]
 
 
@@ -240,9 +313,10 @@ def test_mode_read_names_damage_and_leaves_it(root: Path) -> None:
         assert store.get_piece(PIECE).miss == "digest mismatch"
         assert store.get_piece(PIECE).miss == "digest mismatch"
     assert {path: path.read_bytes() for path in all_files(root)} == before
-    all_garbage(root / "store" / "db" / "cache.db")
+    all_garbage(database(root))
     with open_store(root, CacheMode.READ) as store:
-        assert "database damaged" in (store.get_piece(PIECE).miss or "")
+        assert store.get_piece(PIECE).miss == "digest mismatch"
+        assert len(store.ls()) == len(PROGRAMS)
 
 
 def test_another_process_s_repair_is_not_thrown_away(
@@ -250,25 +324,25 @@ def test_another_process_s_repair_is_not_thrown_away(
 ) -> None:
     flip_payload(value_file(root, PIECE))
     with open_store(root) as slow, open_store(root) as other:
-        assert slow._entries is not None
-        table = slow._entries.table
-        discard = table._discard
+        quarantine = slow._entries.quarantine
+        move = quarantine.move
 
-        def late(*arguments: Any) -> Entry:
+        def late(*arguments: Any) -> bool:
             other.get_piece(PIECE)
             other.put_piece(PIECE, PIECES[PIECE], facts={"of": PIECE})
-            return discard(*arguments)
+            return move(*arguments)
 
-        monkeypatch.setattr(table, "_discard", late)
+        monkeypatch.setattr(quarantine, "move", late)
         assert slow.get_piece(PIECE).value == PIECES[PIECE]
         assert other.get_piece(PIECE).value == PIECES[PIECE]
+        assert len(slow.check().quarantined) == 1
 
 
 def test_a_transaction_of_a_killed_writer_is_rolled_back(root: Path) -> None:
     hot_journal(root, "DELETE FROM Cache")
     with open_store(root) as store:
-        assert misses(store) == []
-        assert store.check().ok
+        expect_sound(store)
+    assert sql(root, "SELECT count(*) FROM Cache") == [(len(PROGRAMS),)]
 
 
 def test_mode_read_passes_over_the_journal_of_a_killed_writer(root: Path) -> None:

@@ -37,6 +37,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open_store(root) as store:
         fill(store)
         assert misses(store) == []
+        store.ls()  # makes the index
     return root
 
 
@@ -151,7 +152,6 @@ def expect_read_only(root: Path, caplog: pytest.LogCaptureFixture) -> None:
             assert store.get_or_build(key("new"), lambda: Built(b"x")).value == b"x"
             assert store.check().ok
             assert len(store.ls()) == len(PROGRAMS)
-            assert not store.compiler_dirs().triton.is_relative_to(root)
     said = [r.getMessage() for r in caplog.records if "nothing is stored" in r.getMessage()]
     assert len(said) == 1
 

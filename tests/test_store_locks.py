@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from store_helpers import (
-    PIECES,
+    PROGRAMS,
+    database,
     fill,
     key,
     misses,
@@ -152,36 +153,41 @@ def test_a_killed_holder_frees_its_lock(root: Path) -> None:
 # ---- busy ----------------------------------------------------------------------------------------
 
 
-def test_a_held_write_lock_lets_reads_through_and_writes_fail_once_loudly(
-    root: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["BEGIN IMMEDIATE", "BEGIN EXCLUSIVE"])
+def test_a_locked_index_lets_reads_and_writes_through_and_is_made_anew_once_loudly(
+    root: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_store(root) as store:
         fill(store)
+        assert len(store.ls()) == len(PROGRAMS)
     with (
-        open_store(root, timeout_s=0.2) as store,
-        closing(sqlite3.connect(root / "store" / "db" / "cache.db", isolation_level=None)) as other,
+        open_store(root) as store,
+        closing(sqlite3.connect(database(root), isolation_level=None)) as other,
     ):
-        other.execute("BEGIN IMMEDIATE")
+        other.execute(how)
         assert misses(store) == []
-        assert not store.put_piece(A, b"x", facts={})
+        assert store.put_piece(A, b"x", facts={})
+        assert store.put_program(P, b"x", pieces=[A], facts={})
         started = time.monotonic()
-        assert not store.put_piece(B, b"x", facts={})
-        assert time.monotonic() - started < 0.2  # not waited for again
+        assert len(store.ls()) == len(PROGRAMS) + 1
+        assert time.monotonic() - started < 5
+        started = time.monotonic()
+        assert len(store.ls()) == len(PROGRAMS) + 1
+        assert time.monotonic() - started < 0.5  # not waited for again
         other.execute("ROLLBACK")
+        assert not store.check().quarantined
+        assert store.check().ok
     warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert [r.getMessage() for r in warnings if "locked" in r.getMessage()]
     assert len(warnings) == 1
 
 
-def test_a_database_locked_for_readers_is_a_miss_not_damage(root: Path) -> None:
+def test_an_index_that_another_process_works_on_is_passed_over(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with open_store(root) as store:
         fill(store)
-    with (
-        open_store(root, timeout_s=0.1) as store,
-        closing(sqlite3.connect(root / "store" / "db" / "cache.db", isolation_level=None)) as other,
-    ):
-        other.execute("BEGIN EXCLUSIVE")
-        assert "locked" in (store.get_piece(next(iter(PIECES))).miss or "")
-        other.execute("ROLLBACK")
-        assert misses(store) == []
-        assert not store.check().quarantined
+        with acquire(root / "store" / "index.lock") or pytest.fail("not held"):
+            assert len(store.ls()) == len(PROGRAMS)
+        assert not database(root).exists()
+    assert not caplog.records

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,8 +52,14 @@ STEPS = [  # query lengths of one step after the other, on the same growing requ
 
 
 def runner_of(
-    attention: str, mode: str = "none", query_len: int = 1, device: str = "cpu"
+    attention: str,
+    mode: str = "none",
+    query_len: int = 1,
+    device: str = "cpu",
+    programs: Path | None = None,
 ) -> pcgsvc.Runner:
+    """Build a small Llama; where a folder of programs is given, only the first of a kind traces."""
+    cache = "cache.mode=off" if programs is None else f"cache.dir={programs}"
     return pcgsvc.load_runner(
         [
             f"mode={mode}",
@@ -65,7 +72,7 @@ def runner_of(
             "compiler=eager",
             "capture.sizes=[2,4,8]",
             "attention.max_model_len=48",
-            "cache.mode=off",
+            cache,
         ]
     )
 
@@ -93,9 +100,9 @@ def steps(geometry: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, pcgsvc.Ba
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[torch.Tensor]:
+def expected(programs: Path) -> list[torch.Tensor]:
     """What plain execution gives, step by step."""
-    with runner_of("varlen") as runner:
+    with runner_of("varlen", programs=programs) as runner:
         geometry = runner.memory.geometry
         return [runner(ids, at, batch=batch) for ids, at, batch in steps(geometry)]
 
@@ -119,11 +126,12 @@ def test_every_mode_on_every_support_level_serves_each_batch_as_the_table_says(
     level: str,
     query_len: int,
     expected: list[torch.Tensor],
+    programs: Path,
     validate_report: Any,
 ) -> None:
     wanted = resolved(mode, level, query_len)
     decode, mixed = HALVES[wanted]
-    with runner_of(LEVELS[level], mode, query_len) as runner:
+    with runner_of(LEVELS[level], mode, query_len, programs=programs) as runner:
         validate_report(runner.report)
         said = runner.report["mode"]
         assert (said["requested"], said["resolved"]) == (mode, wanted)
@@ -239,9 +247,9 @@ def test_levels_of_splitting_ops_are_resolved_as_those_of_backends(mode: str) ->
 
 @pytest.mark.parametrize("mode", ["none", "piecewise", "full", "full_and_piecewise"])
 def test_a_backend_that_plans_on_the_host_is_right_over_changing_lengths(
-    mode: str, expected: list[torch.Tensor]
+    mode: str, expected: list[torch.Tensor], programs: Path
 ) -> None:
-    with runner_of("toy_host_planned", mode) as runner:
+    with runner_of("toy_host_planned", mode, programs=programs) as runner:
         backend = runner.memory.attention
         assert isinstance(backend, HostPlanned)
         geometry = runner.memory.geometry

@@ -30,7 +30,7 @@ from pcgsvc.check.verify import Verified, refusal, verify
 from pcgsvc.config import Config
 from pcgsvc.config.devices import device_of
 from pcgsvc.jobs import preflight
-from pcgsvc.jobs.sweep import watch, whole
+from pcgsvc.jobs.sweep import whole
 from pcgsvc.report import comparison
 
 HERE = ["device=cpu", "hydra.sweep.dir=out", "sweep.isolate=false"]
@@ -312,20 +312,20 @@ def test_a_bar_counts_jobs_in_a_terminal(
 ) -> None:
     screen = io.StringIO()
     shown = Console(file=screen, force_terminal=terminal, width=80, color_system=None)
-    monkeypatch.setattr(watch, "console", lambda: shown)
-    with watch.watching(3) as mine:
-        assert watch.current() is mine
+    monkeypatch.setattr(whole, "console", lambda: shown)
+    with whole.watching(3) as mine:
+        assert whole.current() is mine
         mine.on_multirun_start(told)
         mine.on_job_end(told, None)
         time.sleep(0.3)  # until it is drawn again
     assert mine.folder == Path.cwd() / "out"
     assert ("sweep" in screen.getvalue()) is bar
     assert ("1/3" in screen.getvalue()) is bar
-    assert watch.current() is not mine
+    assert whole.current() is not mine
 
 
 def test_in_a_launchers_process_the_watch_does_nothing() -> None:
-    with watch.watching(3) as mine:
+    with whole.watching(3) as mine:
         assert type(pickle.loads(pickle.dumps(mine))) is Callback
 
 

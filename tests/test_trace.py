@@ -353,6 +353,8 @@ class Stores(nn.Module):
             self.nested["seen"].append(x * 3)  # nested
         elif self.how == "counter":
             self.calls += 1
+        elif self.how == "remove":
+            del self.n  # remove
         elif self.how == "rebind":
             self.n = self.n + 1  # rebind
         return x * 2
@@ -360,7 +362,7 @@ class Stores(nn.Module):
 
 @pytest.mark.parametrize(
     "how",
-    ["attribute", "new attribute", "list", "nested", "rebind"],
+    ["attribute", "new attribute", "list", "nested", "remove", "rebind"],
 )
 def test_a_stored_tensor_is_refused_with_its_line_and_the_module_as_before(how: str) -> None:
     module = Stores(how)

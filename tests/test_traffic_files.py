@@ -97,7 +97,7 @@ BAD = {
     "no object": ("t.jsonl", "5\n", "line 1: got '5': an object is needed"),
     "no key": ("t.jsonl", '{"count": 5}\n', "num_tokens is missing; there is count"),
     "other key": ("t.jsonl", '{"num_tokens": 5, "counts": 2}\n', "did you mean 'count'?"),
-    "key twice": ("t.jsonl", '{"num_tokens": 5, "num_tokens": 2}\n', "a key stands twice"),
+    "key twice": ("t.jsonl", '{"num_tokens": 5, "num_tokens": 2}\n', "a key appears twice"),
     "text": ("t.jsonl", '{"num_tokens": "x"}\n', "num_tokens is 'x', a whole number"),
     "true": ("t.jsonl", '{"num_tokens": true}\n', "num_tokens is True, a whole number"),
     "not a number": ("t.jsonl", '{"num_tokens": NaN}\n', "num_tokens is nan, a whole number"),

@@ -57,6 +57,7 @@ def interpreter_is_broken() -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_triton
 def test_the_kernels_pass_their_cases_in_the_interpreter() -> None:
     if interpreter_is_broken():

@@ -66,7 +66,7 @@ def test_each_replay_equals_plain_execution_on_the_true_rows(
         x = rows(sum(lengths), seed=at)
         batch = pcgsvc.Batch(query_lens=lengths)
         got = runner(x, batch=batch)
-        with torch.no_grad(), use_context(runner.memory.loose_context(checked(batch, x))):
+        with torch.no_grad(), use_context(runner.memory.unpadded_context(checked(batch, x))):
             plain = runner.model.module(x)
         assert torch.equal(got, plain)
         torch.testing.assert_close(got, reference(x, lengths))

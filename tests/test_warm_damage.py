@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import attended, rows, toy
-from store_helpers import all_files, damage_entry, sql
+from store_helpers import all_files, damage_entry, entry_files
 from torch import nn
 from warm_helpers import Starter
 
@@ -56,10 +56,9 @@ def test_a_damaged_piece_is_a_named_miss_put_aside_and_compiled_again(
     start: Starter, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not start(toy(2)).warm
-    pieces = sql(start.root, "SELECT key FROM Cache WHERE key LIKE 'piece%'")
+    pieces = entry_files(start.root, kind="piece")
     assert len(pieces) == 3
-    name = str(pieces[0][0])
-    damage_entry(start.root, name)
+    damage_entry(pieces[0])
     caplog.clear()
     again = start(toy(2))
     assert again.right
@@ -82,8 +81,8 @@ def test_a_variant_whose_piece_was_lost_does_not_keep_another_from_being_stored(
             return attended(x * self.by)
 
     assert not start(Scaled(2.0)).warm
-    ((lost,),) = sql(start.root, "SELECT key FROM Cache WHERE key LIKE 'piece%'")
-    sql(start.root, "DELETE FROM Cache WHERE key = ?", str(lost))
+    (lost,) = entry_files(start.root, kind="piece")
+    lost.unlink()
     assert not start(Scaled(3.0)).warm
     assert start(Scaled(3.0)).warm
     assert not start(Scaled(2.0)).warm
@@ -120,7 +119,7 @@ def test_a_module_that_cannot_be_imported_any_more_is_a_miss(start: Starter) -> 
 
 
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 5))]
+    "part", [0, *(pytest.param(part, marks=pytest.mark.exhaustive) for part in range(1, 5))]
 )
 def test_a_flipped_byte_anywhere_never_gives_a_wrong_result_and_is_mended(
     start: Starter, tmp_path: Path, part: int, caplog: pytest.LogCaptureFixture

@@ -19,7 +19,7 @@ from pcgsvc.errors import CacheError
 from pcgsvc.events import log_event
 from pcgsvc.forward.request import Request
 from pcgsvc.program.facts import program_facts
-from pcgsvc.program.guards import NotCanonicalError
+from pcgsvc.program.forms import NotCanonicalError
 from pcgsvc.program.keys import key_of
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Program

@@ -19,7 +19,7 @@ from pcgsvc.events import Phases
 from pcgsvc.forward.objects import tensors_held, tensors_of
 from pcgsvc.forward.request import Request, make_samples, make_workspace
 from pcgsvc.forward.specs import Binding
-from pcgsvc.forward.workspace import Workspace, preserved, usable_sizes
+from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.partition.breakable import PIECE, ModulePiece, boundary_names, image_of_forward
 from pcgsvc.partition.probe import Forward, ForwardProbe, can_be_put_back
 from pcgsvc.partition.submodules import chosen, compile_submodules
@@ -53,7 +53,7 @@ def probe_forward(request: Request, phases: Phases) -> ProbedForward:
     samples = make_samples(request, memory)
     with phases.phase("split"), memory.on_stream(), preserved(state):
         forward = Forward(module, memory, samples, request.constants, boundaries)
-        probe = forward.probe(min(usable_sizes(request.config)[0]))
+        probe = forward.probe(min(request.config.capture.final_sizes))
         return ProbedForward(probe, image_of_forward(probe, memory), memory, boundaries)
 
 

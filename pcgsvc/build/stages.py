@@ -19,11 +19,12 @@ from pcgsvc.events import Phases
 from pcgsvc.forward.request import Request
 from pcgsvc.partition.fx import check_aliases, partition_fx
 from pcgsvc.partition.inductor import partition_inductor
-from pcgsvc.program.guards import files_of, reads_of
+from pcgsvc.program.guards import stored_guards
 from pcgsvc.program.image import ProgramImage, image_of
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.pieces import Partition, Piece
 from pcgsvc.program.program import CompiledPiece, Program
+from pcgsvc.program.sources import files_of
 from pcgsvc.trace.canonical import refuse_outputs
 from pcgsvc.trace.dynamo import trace
 from pcgsvc.trace.graph import TracedGraph
@@ -72,13 +73,13 @@ def split(traced: TracedGraph, config: Config, phases: Phases) -> Split:
 def write_down(request: Request, traced: TracedGraph, parts: Split) -> ImagedProgram:
     """Return the program as data, with the guards that must still hold when it is loaded."""
     module = request.bundle.module
-    guards, problems = reads_of(traced.guards, module, request.constants)
+    guards, problems = stored_guards(traced.guards, module, request.constants)
     problems += [
         f"captured tensor {name}: it is no parameter or buffer, so a new process cannot find it"
         for name in captured_tensors(traced)
     ]
     files = {f: d for f in files_of(traced.guards, module) if (d := file_digest(f))}
-    image = image_of(traced, parts.compiled, parts.shown, reads=guards, files=files)
+    image = image_of(traced, parts.compiled, parts.shown, guards=guards, files=files)
     return ImagedProgram(image, problems)
 
 
@@ -143,5 +144,5 @@ def store_program(
         tensors={name: traced.tensors[name] for name in captured_tensors(traced)},
         facts=found.facts if stored else None,
         misses=[*found.misses, *refusal],
-        warnings=refusal if env.store.folder is not None else [],
+        warnings=refusal if env.store.enabled else [],
     )

@@ -20,7 +20,7 @@ import re
 import secrets
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -71,6 +71,11 @@ class _Member:
     size: int
     sha256: str
 
+    @property
+    def name(self) -> str:
+        """In the tar."""
+        return f"{self.kind.value}s/{self.key}"
+
 
 # ---- export --------------------------------------------------------------------------------------
 
@@ -106,14 +111,8 @@ def export_bundle(
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     info = _info(path, digest, members)
-    logger.info(
-        "cache: exported %d programs, %d pieces, %d bytes to %s, sha256 %s",
-        info.num_programs,
-        info.num_pieces,
-        info.num_bytes,
-        path,
-        digest,
-    )
+    counts = f"{info.num_programs} programs, {info.num_pieces} pieces, {info.num_bytes} bytes"
+    logger.info("cache: exported %s to %s, sha256 %s", counts, path, digest)
     return info
 
 
@@ -132,9 +131,8 @@ def _members(store: Store, keys: Iterable[str] | None) -> list[_Member]:
             }
         except MissError as miss:
             if keys is not None:
-                raise CacheError(
-                    f"cache export: program {key[:12]} is not whole: {miss}."
-                ) from miss
+                words = f"cache export: program {key[:12]} is not whole: {miss}."
+                raise CacheError(words) from miss
             logger.warning("cache: program %s is left out of the bundle: %s", key[:12], miss)
             continue
         pieces |= new
@@ -155,22 +153,14 @@ def _write(store: Store, file: BinaryIO, members: list[_Member]) -> None:
         for member in members:
             raw = encode(store.read(member.kind, member.key))
             if hashlib.sha256(raw).hexdigest() != member.sha256:
-                raise CacheError(
-                    f"cache export: {member.kind.value} {member.key[:12]} was replaced meanwhile; "
-                    "export again."
-                )
-            _add(archive, f"{member.kind.value}s/{member.key}", raw)
+                words = f"cache export: {member.name} was replaced meanwhile; export again."
+                raise CacheError(words)
+            _add(archive, member.name, raw)
 
 
 def _manifest(members: list[_Member]) -> bytes:
-    about = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "entries": [
-            {"kind": m.kind.value, "key": m.key, "size": m.size, "sha256": m.sha256}
-            for m in members
-        ],
-    }
+    entries = [asdict(member) | {"kind": member.kind.value} for member in members]
+    about = {"format": FORMAT, "version": FORMAT_VERSION, "entries": entries}
     return json.dumps(about, indent=1).encode()
 
 
@@ -273,18 +263,16 @@ def _parse_manifest(raw: bytes, path: Path) -> dict[str, _Member]:
     try:
         about = json.loads(raw)
         if about["format"] != FORMAT or about["version"] != FORMAT_VERSION:
-            raise _refusal(
-                path,
-                f"it is {about['format']!r} version {about['version']!r}, "
-                f"this pcgsvc reads {FORMAT!r} version {FORMAT_VERSION}",
-            )
+            found = f"it is {about['format']!r} version {about['version']!r}"
+            wanted = f"this pcgsvc reads {FORMAT!r} version {FORMAT_VERSION}"
+            raise _refusal(path, f"{found}, {wanted}")
         listed = [
             _Member(Kind(e["kind"]), check_key(e["key"]), int(e["size"]), str(e["sha256"]))
             for e in about["entries"]
         ]
     except (ValueError, TypeError, KeyError) as error:
         raise _refusal(path, f"its manifest is unreadable: {error}") from error
-    members = {f"{member.kind.value}s/{member.key}": member for member in listed}
+    members = {member.name: member for member in listed}
     if not listed or len(members) != len(listed):
         raise _refusal(path, "its manifest is empty or names an entry twice")
     return members
@@ -310,7 +298,7 @@ def _fill(store: Store, file: BinaryIO, path: Path, members: Mapping[str, _Membe
                 if name == MANIFEST or name not in members:
                     continue
                 entry = _checked(members[name], raw, path)  # the file may have changed since
-                if _is_there(store, entry):
+                if store.has(entry.kind, entry.key):
                     continue
                 written.append(entry)
                 if not store.put(entry, in_use=False):
@@ -321,14 +309,6 @@ def _fill(store: Store, file: BinaryIO, path: Path, members: Mapping[str, _Membe
                 store.drop(entry.kind, entry.key)
         raise
     return len(written)
-
-
-def _is_there(store: Store, entry: Entry) -> bool:
-    try:
-        store.read(entry.kind, entry.key)
-    except MissError:
-        return False
-    return True
 
 
 def _info(path: Path, digest: str, members: list[_Member]) -> BundleInfo:

@@ -1,188 +1,376 @@
-"""Look-ups and writes under a cache mode: what `Store` does to single entries.
+"""Entries as files that prove themselves: one envelope each, in use or free to go.
 
-In: an `Entry`, or kind and key. Out: a `Lookup`, or whether it was stored. Turns everything that
-can go wrong on the disk into a miss or a False, said once in the log.
+In: entries. Out: the same entries, or a `MissError` that names its cause, after a damaged file was
+put aside. Knows nothing of modes, of budgets, or of what an entry means.
+
+The file of an entry is `entries/<kind>/<first two digits of the key>/<key>`. It is written beside
+its place, synced, read back and renamed, so that every process sees the old entry, the new one or
+none. Reading one needs nothing else, and works in the same way on read-only media.
+
+A process that uses an entry, or is writing one, holds a shared flock on the file itself; what can
+be locked exclusively is free to be dropped, and a killed process holds nothing. Beside an entry,
+under another name, is what is being written, and what was replaced while it was in use. The last
+use of an entry is the modification time of its file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
+import re
+import secrets
+import shutil
+import stat
 import threading
-from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from pcgsvc.cache.envelope import AbsentError, Entry, Kind, MissError, UnavailableError, encode
-from pcgsvc.cache.file_lock import acquire
-from pcgsvc.cache.lookup import Lookup
-from pcgsvc.cache.root import DataFolder
-from pcgsvc.cache.table import Table
-from pcgsvc.cache.usage import Pins, enforce_budget
-from pcgsvc.cache.writer import WriteError
-from pcgsvc.config import CacheMode
+from pcgsvc.cache.envelope import (
+    NUM_PREFIX_BYTES,
+    AbsentError,
+    DamagedError,
+    Entry,
+    Kind,
+    MissError,
+    UnavailableError,
+    check_key,
+    decode,
+)
+from pcgsvc.cache.file_lock import Held, acquire
+from pcgsvc.cache.quarantine import Quarantine
+from pcgsvc.cache.root import ENTRIES_NAME, is_ours_alone
 
 logger = logging.getLogger(__name__)
+
+_WAIT_S = 5.0
+"""How long a user waits for a process that drops entries, which takes milliseconds each."""
+_PLACE = re.compile(r"(program|piece)/([0-9a-f]{2})/\2[0-9a-f]{62}")
+_CLEARED = "entries.old"
+_FORMER = ("db", "db.lock", "db.new", "db.old", "pins", "inductor", "triton", "scratch.lock")
+"""What a data folder of an earlier format holds."""
+
+
+class WriteError(Exception):
+    """Nothing was changed; `str()` of it is the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the file system says of one entry, unread."""
+
+    kind: Kind
+    key: str
+    size: int
+    """Of the envelope, in bytes."""
+    last_use: float
+    """Seconds since the epoch."""
 
 
 class Entries:
     """The entries of one data folder. Safe from any thread.
 
     Args:
-        folder: where.
-        mode: any but `off`.
-        max_bytes: budget.
-        timeout_s: how long one read or write waits for other processes.
+        data: the folder; it need not exist unless `writable`.
+        writable: whether damage may be put aside and entries written.
     """
 
-    def __init__(
-        self, folder: DataFolder, *, mode: CacheMode, max_bytes: int, timeout_s: float
-    ) -> None:
-        self.mode = mode
-        self.writable = folder.writable and mode in (CacheMode.READWRITE, CacheMode.REFRESH)
-        self.table = Table(
-            folder.data,
-            writable=self.writable,
-            immutable=folder.immutable,
-            timeout_s=timeout_s,
-            size_limit=max_bytes,
-        )
-        self.pins = Pins(folder.data / "pins", writable=self.writable)
-        self._max_bytes = max_bytes
-        self._renewed: set[tuple[Kind, str]] = set()
-        self._owners: set[tuple[int, str]] = set()
-        self._said: set[str] = set()
-        self._mutex = threading.Lock()
-        if not self.writable and mode is not CacheMode.READ:
-            self.warn_once(f"{folder.reason}: hits are served, nothing is stored")
+    def __init__(self, data: Path, *, writable: bool) -> None:
+        self.data = data
+        self.writable = writable
+        self.quarantine = Quarantine(data / "quarantine")
+        self._folder = data / ENTRIES_NAME
+        self._in_use: dict[tuple[Kind, str], Held] = {}
+        self._mutex = threading.RLock()
+        self._swept = False
 
-    def get(self, kind: Kind, key: str) -> Lookup:
-        """Return an entry, which is in use from now on, or the miss.
+    # ---- reading ---------------------------------------------------------------------------------
 
-        In `refresh` mode all is a miss but what was put through this object.
-        """
-        if self.mode is CacheMode.REFRESH and (kind, key) not in self._renewed:
-            return Lookup(None, "refresh")
-        # Held before it is read: an evictor must not come in between.
-        held = self.pins.hold(kind, key, create=False)
-        try:
-            entry = self.table.read(kind, key)
-            if not held and self.pins.hold(kind, key, create=True):  # it had lost its pin
-                entry = self.table.read(kind, key)
-        except MissError as miss:
-            self._let_go(kind, key, miss)
-            if not isinstance(miss, AbsentError):
-                self.warn_once(f"{kind.value} {key[:12]}: a miss: {miss}", topic=str(miss))
-            return Lookup(None, str(miss))
-        self.pins.touch(kind, key)
-        return Lookup(entry.payload, None, entry.facts, entry.pieces)
-
-    def put(self, entry: Entry, *, in_use: bool) -> bool:
-        """Store an entry and return whether it lies in the store now.
+    def read(self, kind: Kind, key: str, *, use: bool = False, heal: bool = True) -> Entry:
+        """Return the entry as it was written.
 
         Args:
-            entry: a program only after its pieces.
-            in_use: keep it and its pieces from eviction until the pins are closed.
+            kind: of the entry.
+            key: of the entry.
+            use: keep it from being dropped until `close`, and record that it was used now.
+            heal: put a damaged file aside, if writable.
 
         Raises:
-            CacheError: the entry itself cannot be stored.
+            MissError: `AbsentError`, `UnavailableError` or `DamagedError`.
         """
-        raw = encode(entry)  # a caller's mistake is an error in every mode
-        if not self.writable:
-            return False
-        keys = [(Kind.PIECE, piece) for piece in dict.fromkeys(entry.pieces)]
-        keys.append((entry.kind, entry.key))
-        for kind, key in keys:
-            self.pins.hold(kind, key, create=True)
-        try:
-            self._require_pieces(entry)
-            self.table.write(entry.kind, entry.key, raw)
-        except (WriteError, MissError) as error:
-            self._let_go(entry.kind, entry.key, error)
-            self._say_not_stored(error)
-            return False
-        finally:
-            for kind, key in keys if not in_use else []:
-                self.pins.release(kind, key)
-        self.pins.touch(entry.kind, entry.key)
         with self._mutex:
-            self._renewed.add((entry.kind, entry.key))
-        if over := enforce_budget(self.table, self.pins, self._max_bytes):
-            self.warn_once(
-                f"{over} bytes over its budget of {self._max_bytes}: what is left is in use",
-                topic="over budget",
-            )
+            used = (kind, key) in self._in_use  # if replaced since, the new file is
+            while True:
+                held = self._open(kind, key)
+                try:
+                    entry = decode(_contents(held.fd), kind, key)
+                    break
+                except MissError as miss:
+                    stands = held.is_current()
+                    if stands and heal and isinstance(miss, DamagedError):
+                        stands = self._put_aside(held, miss)
+                    self.release(kind, key)
+                    if stands:
+                        raise
+            if use and self.writable:
+                with contextlib.suppress(OSError):
+                    os.utime(held.fd)
+            elif not use and not used:
+                self.release(kind, key)
+            return entry
+
+    def seal(self, kind: Kind, key: str) -> bytes | None:
+        """Return the first bytes of an entry's file, which hold its digest; None if unreadable."""
+        try:
+            fd = os.open(self.path(kind, key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            return os.pread(fd, NUM_PREFIX_BYTES, 0)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+
+    def scan(self, kind: Kind | None = None) -> list[Record]:
+        """Return all entries, or all of a kind, by key."""
+        records = []
+        for each in Kind if kind is None else [kind]:
+            for folder in _items(self._folder / each.value):
+                for item in _items(folder.path):
+                    if not _PLACE.fullmatch(f"{each.value}/{folder.name}/{item.name}"):
+                        continue
+                    with contextlib.suppress(OSError):  # dropped meanwhile
+                        status = item.stat(follow_symlinks=False)
+                        records.append(Record(each, item.name, status.st_size, status.st_mtime))
+        return sorted(records, key=lambda record: record.key)
+
+    def strays(self, *, delete: bool) -> list[Path]:
+        """Return the files that are no entry, and that no process writes or uses.
+
+        Args:
+            delete: delete them.
+        """
+        files = [Path(folder, name) for folder, _, names in os.walk(self._folder) for name in names]
+        strays = []
+        for path in files:
+            if _PLACE.fullmatch(path.relative_to(self._folder).as_posix()):
+                continue
+            if _drop_if_free(path, drop=delete):
+                strays.append(path)
+        return strays
+
+    def path(self, kind: Kind, key: str) -> Path:
+        """Return the place of an entry's file."""
+        return self._folder / kind.value / check_key(key)[:2] / key
+
+    # ---- in use ----------------------------------------------------------------------------------
+
+    def is_used(self, kind: Kind, key: str) -> bool:
+        """Whether this process keeps an entry from being dropped."""
+        held = self._in_use.get((kind, key))
+        return held is not None and held.is_current()
+
+    def hold(self, kind: Kind, key: str) -> bool:
+        """Keep an entry from being dropped until `close` or `release`; False if it is not there."""
+        try:
+            with self._mutex:
+                self._open(kind, key)
+        except MissError:
+            return False
         return True
 
-    @contextlib.contextmanager
-    def lock(self, key: str, timeout_s: float) -> Iterator[bool]:
-        """Take the lock of one key; yields whether it is held. A thread may take it twice."""
-        owner = (threading.get_ident(), key)
-        if owner in self._owners:
-            yield True
-            return
-        held = None
-        path = self.table.data / "locks" / key
+    def release(self, kind: Kind, key: str) -> None:
+        """Stop using an entry."""
+        with self._mutex:
+            held = self._in_use.pop((kind, key), None)
+            if held is not None:
+                replaced = not held.is_current()
+                held.release()
+                if replaced and self.writable:
+                    self._drop_replaced(kind, key)
+
+    def claim(self, kind: Kind, key: str) -> Held | None:
+        """Return the right to drop an entry, or None if any process uses it, this one included.
+
+        Release it with `unlink=True` to drop the entry.
+        """
+        with contextlib.suppress(OSError):
+            claim = acquire(self.path(kind, key), create=False)
+            if claim is None or self._drop_replaced(kind, key):
+                return claim
+            claim.release()
+        return None
+
+    def close(self) -> None:
+        """Stop using all entries; twice is fine."""
+        with self._mutex:
+            for name in list(self._in_use):
+                self.release(*name)
+
+    def _drop_replaced(self, kind: Kind, key: str) -> bool:
+        """Delete the former files of an entry; False if a process still uses one, or writes it."""
+        return all([_drop_if_free(path) for path in self.path(kind, key).parent.glob(f".{key}.*")])
+
+    def _open(self, kind: Kind, key: str) -> Held:
+        """Return an entry's file, opened and in use from now on."""
+        if self.is_used(kind, key):
+            return self._in_use[kind, key]
+        self.release(kind, key)
+        path = self.path(kind, key)
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            held = acquire(path)
-            if held is None:
-                logger.info("cache: waiting for another process that builds %s", key[:12])
-                held = acquire(path, timeout_s=timeout_s)
+            held = acquire(path, shared=True, timeout_s=_WAIT_S, create=False)
         except OSError as error:
-            self.warn_once(f"no lock can be taken: {error}")
+            raise UnavailableError(f"entry unreadable: {error.strerror}") from error
+        if held is None and os.path.lexists(path):
+            raise UnavailableError("entry unreadable: another process is dropping it")
+        if held is None:
+            former = (self.data / "db").is_dir()
+            raise AbsentError("absent; the cache is of an earlier format" if former else "absent")
+        if not is_ours_alone(os.fstat(held.fd)):
+            held.release()
+            raise UnavailableError(f"entry unreadable: others may write to {path}")
+        self._in_use[kind, key] = held
+        return held
+
+    def _put_aside(self, held: Held, damage: DamagedError) -> bool:
+        """Move a damaged file into the quarantine; False if it has been replaced meanwhile."""
+        label = f"{held.path.parent.parent.name} {held.path.name[:12]}"
+        outcome = "put aside, it will be built again"
         try:
-            if held is not None:
-                self._owners.add(owner)
-            yield held is not None
-        finally:
-            self._owners.discard(owner)
-            if held is not None:
-                held.release(unlink=True)
+            if not self.writable:
+                outcome = "it is left as it is: not ours to write"
+            elif not self.quarantine.move(held, f"{label} {damage}"):
+                return False
+        except OSError as error:
+            outcome = f"it could not be put aside: {error}"
+        logger.warning("cache: %s: %s; %s", label, damage, outcome)
+        return True
+
+    # ---- writing ---------------------------------------------------------------------------------
+
+    def write(self, kind: Kind, key: str, raw: bytes) -> None:
+        """Store an envelope, which is in use from now on.
+
+        Raises:
+            WriteError: nothing was changed.
+        """
+        if not self._swept:
+            self._sweep()
+        try:
+            try:
+                held = self._write(kind, key, raw)
+            except FileNotFoundError:  # the folder was cleared meanwhile
+                held = self._write(kind, key, raw)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            cause = "no space left on the disk" if full else error.strerror or str(error)
+            raise WriteError(cause) from error
+        except DamagedError as damage:
+            raise WriteError(f"read back after writing: {damage}") from damage
+        with self._mutex:
+            self.release(kind, key)
+            self._in_use[kind, key] = held
+        self._drop_replaced(kind, key)
+
+    def delete(self, kind: Kind, key: str) -> None:
+        """Drop an entry, in use or not; a missing one is fine.
+
+        Raises:
+            WriteError: it could not be dropped.
+        """
+        self.release(kind, key)
+        try:
+            self.path(kind, key).unlink(missing_ok=True)
+        except OSError as error:
+            raise WriteError(error.strerror or str(error)) from error
 
     def clear(self) -> None:
         """Delete all entries, those in use and the quarantine included.
 
         Raises:
-            WriteError: other processes are writing for longer than the time-out.
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be changed.
         """
-        self.table.clear()
-        self.pins.clear()
-        with self._mutex:
-            self._renewed.clear()
+        self.close()
+        old = self.data / _CLEARED
+        shutil.rmtree(old, ignore_errors=True)  # of a killed process
+        if self._folder.exists():
+            self._folder.rename(old)  # at once: programs and pieces go together
+        self.quarantine.clear()
+        self._sweep()
 
-    def warn_once(self, message: str, *, topic: str | None = None) -> None:
-        """Log a warning; again only for debugging.
+    def _write(self, kind: Kind, key: str, raw: bytes) -> Held:
+        path = self.path(kind, key)
+        for folder in (self._folder, path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        # Locked from the start, so that no other process takes it for the rest of a killed one.
+        temporary = path.with_name(f".{key}.{secrets.token_hex(8)}")
+        held = acquire(temporary, shared=True, timeout_s=_WAIT_S)
+        if held is None:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        try:
+            left = memoryview(raw)
+            while left:
+                left = left[os.write(held.fd, left) :]
+            os.fsync(held.fd)
+            decode(_contents(held.fd), kind, key)
+            if path.is_dir():
+                with contextlib.suppress(MissError):
+                    self.read(kind, key)  # puts it aside: nothing can be renamed onto a folder
+            with contextlib.suppress(OSError):  # there is none yet, say
+                os.link(path, path.with_name(f".{key}.{secrets.token_hex(8)}"))
+            temporary.rename(path)
+        except BaseException:
+            held.release(unlink=True)
+            raise
+        held.path = path
+        return held
 
-        Args:
-            message: what the user asked for and does not get.
-            topic: messages on one topic count as the same.
-        """
-        with self._mutex:
-            level = logging.DEBUG if (topic or message) in self._said else logging.WARNING
-            self._said.add(topic or message)
-        logger.log(level, "cache: %s", message)
+    def _sweep(self) -> None:
+        """Delete what killed writers left, and the entries of an earlier format."""
+        self._swept = True
+        self.strays(delete=True)
+        for name in (_CLEARED, *_FORMER):
+            path = self.data / name
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
-    def _require_pieces(self, program: Entry) -> None:
-        """Refuse a program one of whose pieces failed to be stored, or was dropped meanwhile."""
-        if not program.pieces:
-            return
-        there = {r.key for r in self.table.listing().records if r.kind is Kind.PIECE}
-        missing = [piece for piece in program.pieces if piece not in there]
-        for piece in missing:
-            self.pins.abandon(Kind.PIECE, piece)
-        if missing:
-            short = ", ".join(piece[:12] for piece in missing)
-            raise AbsentError(f"program {program.key[:12]}: its pieces {short} are not stored")
 
-    def _let_go(self, kind: Kind, key: str, why: Exception) -> None:
-        if isinstance(why, UnavailableError) or not self.writable:
-            self.pins.release(kind, key)
-        else:
-            self.pins.abandon(kind, key)
+def _drop_if_free(path: Path, *, drop: bool = True) -> bool:
+    """Delete a file unless a process holds its lock; return whether none does."""
+    with contextlib.suppress(OSError):  # of a link, say: no process has it open
+        held = acquire(path, create=False)
+        if held is None:
+            return not os.path.lexists(path)
+        held.release()
+    if drop:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return True
 
-    def _say_not_stored(self, error: Exception) -> None:
-        # A program without its pieces only follows from a failed write, which was said already.
-        topic = f"not stored: {error.fault}" if isinstance(error, WriteError) else "not stored"
-        self.warn_once(f"not stored, going on without: {error}", topic=topic)
-        with self._mutex:
-            self._said.add("not stored")
+
+def _items(folder: Path | str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as items:
+            return list(items)
+    except OSError:
+        return []
+
+
+def _contents(fd: int) -> bytes:
+    """Return all bytes of an open file, from any position."""
+    parts, offset = [], 0
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedError("entry unreadable: it is no file")
+    try:
+        while part := os.pread(fd, max(1, status.st_size - offset), offset):
+            parts.append(part)
+            offset += len(part)
+    except OSError as error:
+        raise UnavailableError(f"entry unreadable: {error.strerror}") from error
+    return b"".join(parts)

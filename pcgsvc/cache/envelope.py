@@ -1,7 +1,7 @@
 """One stored entry as bytes that prove themselves: header, payload, length, digest.
 
 In: an `Entry`. Out: bytes, and back; anything else than what was written raises `DamagedError`,
-which names its cause. Knows nothing of where the bytes lie.
+which names its cause. Knows nothing of where the bytes are stored.
 
 Layout, little-endian: magic (8 bytes), format version (u32), header length (u32), payload length
 (u64), sha256 of all the rest (32 bytes), header (JSON), payload. The header names kind and key, so
@@ -24,6 +24,8 @@ from pcgsvc.errors import CacheError
 MAGIC = b"PCGSTORE"
 FORMAT_VERSION = 1
 _PREFIX = struct.Struct("<8sIIQ32s")
+NUM_PREFIX_BYTES = _PREFIX.size
+"""Length of the first part of an envelope, which holds the digest of all the rest."""
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
@@ -43,24 +45,11 @@ class AbsentError(MissError):
 
 
 class DamagedError(MissError):
-    """Something is stored, and it is not what was written.
-
-    Args:
-        cause: as it is logged.
-        raw: the bytes that were found, for the quarantine.
-    """
-
-    def __init__(self, cause: str, raw: bytes = b"") -> None:
-        super().__init__(cause)
-        self.raw = raw
-
-
-class DatabaseDamagedError(MissError):
-    """The database itself is damaged; where it was ours to write, it has been put aside."""
+    """Something is stored, and it is not what was written."""
 
 
 class UnavailableError(MissError):
-    """The store cannot be read just now; that says nothing of the entry."""
+    """The file cannot be read just now, or may not be trusted; its content was not looked at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,20 +118,20 @@ def decode(raw: bytes, kind: Kind, key: str) -> Entry:
     if not raw:
         raise DamagedError("empty entry")
     if len(raw) < _PREFIX.size:
-        raise DamagedError(f"truncated: {len(raw)} bytes, the prefix alone has {_PREFIX.size}", raw)
+        raise DamagedError(f"truncated: {len(raw)} bytes, the prefix alone has {_PREFIX.size}")
     magic, version, num_header, num_payload, digest = _PREFIX.unpack_from(raw)
     if magic != MAGIC:
-        raise DamagedError("foreign bytes: no envelope of pcgsvc", raw)
+        raise DamagedError("foreign bytes: no envelope of pcgsvc")
     if version != FORMAT_VERSION:
-        raise DamagedError(f"format version {version}, this pcgsvc reads {FORMAT_VERSION}", raw)
+        raise DamagedError(f"format version {version}, this pcgsvc reads {FORMAT_VERSION}")
     expected = _PREFIX.size + num_header + num_payload
     if len(raw) != expected:
         word = "truncated" if len(raw) < expected else "too long"
-        raise DamagedError(f"{word}: {len(raw)} bytes, the envelope says {expected}", raw)
+        raise DamagedError(f"{word}: {len(raw)} bytes, the envelope says {expected}")
     view = memoryview(raw)[_PREFIX.size :]
     header, payload = view[:num_header], view[num_header:]
     if _digest((version, num_header, num_payload), header, payload) != digest:
-        raise DamagedError("digest mismatch", raw)
+        raise DamagedError("digest mismatch")
     return _entry(bytes(header), bytes(payload), kind, key)
 
 
@@ -159,12 +148,12 @@ def _entry(header: bytes, payload: bytes, kind: Kind, key: str) -> Entry:
             created=float(about["created"]),
         )
     except (ValueError, TypeError, KeyError, CacheError) as error:
-        raise DamagedError(f"header unreadable: {error}", header + payload) from error
+        raise DamagedError(f"header unreadable: {error}") from error
     if not payload:
-        raise DamagedError("empty payload", header)
+        raise DamagedError("empty payload")
     if (entry.kind, entry.key) != (kind, key):
         other = f"{entry.kind.value} {entry.key[:12]}"
-        raise DamagedError(f"entry of another key: {other}", header + payload)
+        raise DamagedError(f"entry of another key: {other}")
     return entry
 
 

@@ -2,14 +2,14 @@
 
 In: a path. Out: a `Held` lock, or None when the time is up. Knows nothing of what it guards.
 
-diskcache's own `Lock` stores a row, which outlives a killed holder; a flock does not. It lives as
-long as any copy of its file descriptor: a child made by a bare `os.fork` keeps it alive, a program
-started by `subprocess` does not, since the descriptor is closed on exec.
+A flock lives as long as any copy of its file descriptor: a child made by a bare `os.fork` keeps it
+alive, a program started by `subprocess` does not, since the descriptor is closed on exec.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -19,22 +19,28 @@ _LONGEST_SLEEP_S = 0.02
 
 
 class Held:
-    """A lock that is held until `release`."""
+    """A lock on an open file, held until `release`. Rename the file, and set `path` to its name."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd: int | None = fd
         self.path = path
 
+    @property
+    def fd(self) -> int:
+        """The open file, readable; writable as well if `acquire` may have made it."""
+        assert self._fd is not None, "the lock was released"
+        return self._fd
+
     def is_current(self) -> bool:
-        """Return whether `path` still is the file that is locked, and nobody replaced it."""
+        """Return whether the file at `path` still is the locked one, and was not replaced."""
         return self._fd is not None and _same_file(self._fd, self.path)
 
     def release(self, *, unlink: bool = False) -> None:
         """Free the lock; twice is fine.
 
         Args:
-            unlink: remove the file first. Only for an exclusive holder: whoever waits on the old
-                file notices and starts again on a new one.
+            unlink: remove the file first. A process that waits for the old file notices, and
+                starts again on a new one.
         """
         if self._fd is None:
             return
@@ -62,10 +68,11 @@ def acquire(
         path: made, empty and mode 0600, if it is not there.
         shared: let other shared holders in, and keep exclusive ones out.
         timeout_s: how long to try; 0 tries once.
-        create: make a missing file; otherwise a missing file gives None.
+        create: make a missing file; otherwise a missing file gives None, and the file is opened
+            for reading only.
 
     Returns:
-        The lock, or None when it was not to be had in time.
+        The lock, or None when it could not be taken in time.
 
     Raises:
         OSError: the file cannot be opened or made.
@@ -93,13 +100,19 @@ def acquire(
 
 def _attempt(path: Path, *, shared: bool, create: bool) -> Held | None:
     # A read-only descriptor is enough for flock, and serves on a read-only file system.
-    flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
+    # O_NONBLOCK: opening a FIFO must not wait for its other end.
+    flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY | os.O_NONBLOCK
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None
+    except OSError as error:
+        if shared and not create and error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
+            return Held(fd, path)  # a file system without locks: no exclusive holder either
+        os.close(fd)
+        raise
     except BaseException:
         os.close(fd)
         raise

@@ -12,19 +12,26 @@ from pcgsvc.cache.envelope import Entry, Kind
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What was found under a key."""
+    """What was found under a key, or built for it."""
 
     value: bytes | None
     miss: str | None = None
-    """Why there is no value, in words: `absent`, `digest mismatch`, …"""
+    """Why it was not found, in words: `absent`, `digest mismatch`, …"""
     facts: Mapping[str, Any] = field(default_factory=dict)
     pieces: tuple[str, ...] = ()
     """Keys of the pieces that a program needs."""
+    stored: bool = True
+    """Whether it is in the store now; for what was built."""
 
     @property
     def hit(self) -> bool:
-        """Whether there is a value."""
-        return self.value is not None
+        """Whether it was found."""
+        return self.miss is None
+
+    @property
+    def built(self) -> bool:
+        """Whether it was built, since it was not found."""
+        return self.miss is not None and self.value is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +55,6 @@ class Built:
             pieces=tuple(self.pieces),
             created=time.time(),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What `Store.get_or_build` came to."""
-
-    value: bytes
-    facts: Mapping[str, Any]
-    pieces: tuple[str, ...]
-    miss: str | None
-    """Why it was built; None: it was loaded."""
-    stored: bool
-    """Whether it lies in the store now."""
-
-    @property
-    def built(self) -> bool:
-        """Whether this call built it."""
-        return self.miss is not None
 
 
 @dataclass(slots=True)

@@ -1,20 +1,19 @@
-"""Where damaged entries and databases are put aside, so that a person can look at them.
+"""Where damaged entries are put aside, so that a person can look at them.
 
-In: a path or bytes with a name. Out: nothing; what lies here is never read by us again. Bounded in
-bytes, the oldest go first.
+In: an open file and a name. Out: nothing; what is in here is never loaded again. Bounded in bytes,
+the oldest go first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import shutil
 import time
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from pcgsvc.cache.file_lock import Held
 
 MAX_BYTES = 256 << 20
 
@@ -26,39 +25,34 @@ class Quarantine:
         self._folder = folder
         self._max_bytes = max_bytes
 
-    def keep(self, name: str, raw: bytes) -> None:
-        """Write down the bytes of a damaged entry, if that is possible.
+    def move(self, held: Held, name: str) -> bool:
+        """Move a damaged file in, in one step.
 
         Args:
-            name: kind, key and cause; anything that is no letter or digit is replaced.
-            raw: what was found; empty when nothing was left.
-        """
-        if not raw or len(raw) > self._max_bytes:
-            return
-        path = self._path(name)
-        try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            path.write_bytes(raw)
-        except OSError as error:  # a full disk, say: the entry is dropped all the same
-            logger.debug("cache: no room in the quarantine for %s: %s", name, error)
-            with contextlib.suppress(OSError):
-                path.unlink()
-        self.trim()
+            held: the file, open; its `path` is where it goes.
+            name: kind, key and cause; anything but letters and digits is replaced.
 
-    def move(self, path: Path, name: str) -> Path:
-        """Move a file or folder in, in one step.
+        Returns:
+            Whether it was moved. False: another process has put a new file in its place, which
+            stays there.
 
         Raises:
             OSError: it cannot be moved.
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        target = self._path(name)
-        path.rename(target)
+        place, target = held.path, self._path(name)
+        place.rename(target)
+        held.path = target
+        if not held.is_current():  # replaced between the look at it and the move: put it back
+            with contextlib.suppress(FileExistsError):
+                os.link(target, place)
+            target.unlink()
+            return False
         self.trim()
-        return target
+        return True
 
     def items(self) -> list[Path]:
-        """Return what lies here, oldest first."""
+        """Return what is in here, oldest first."""
         try:
             return sorted(self._folder.iterdir())
         except OSError:

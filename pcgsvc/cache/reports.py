@@ -1,26 +1,20 @@
 """Looking at a whole store: is it sound, what is in it, what comes nearest to some facts.
 
-In: a `Table` and its `Pins`. Out: typed reports. Changes nothing unless asked to.
+In: the entries of a store and their index. Out: typed reports. Changes nothing unless asked to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pcgsvc.cache.envelope import AbsentError, Entry, Kind, MissError
-from pcgsvc.cache.faults import READ_ERRORS
-from pcgsvc.cache.reader import Record
-from pcgsvc.cache.table import Table
-from pcgsvc.cache.usage import Pins
-from pcgsvc.cache.writer import WriteError
-
-logger = logging.getLogger(__name__)
+from pcgsvc.cache.entries import Entries, WriteError
+from pcgsvc.cache.envelope import AbsentError, Kind, MissError
+from pcgsvc.cache.index import Index
 
 ABSENT = "(absent)"
 """Stands for a fact that one of the two sides does not have."""
@@ -31,7 +25,7 @@ class Problem:
     """One thing that is not as it should be."""
 
     what: str
-    """`program 0123…`, `piece 0123…`, `row …` or `database`."""
+    """`program 0123…`, `piece 0123…` or `index`."""
     cause: str
 
 
@@ -50,7 +44,7 @@ class CheckReport:
     orphans: list[str]
     """Sound pieces that no program lists: of a build that runs now, or that was killed."""
     strays: list[Path]
-    """Files that no row names: left by a killed writer."""
+    """Files that are no entry: left by a killed writer."""
     quarantined: list[Path]
     """What was put aside."""
 
@@ -97,56 +91,49 @@ class Nearest:
     """By name; empty if all facts agree."""
 
 
-NOTHING = CheckReport(0, 0, 0, [], [], [], [])
-"""What `check` finds where nothing is stored."""
-
-
-def check(table: Table, *, fix: bool) -> CheckReport:
-    """Read every entry and compare rows, files and piece lists.
+def check(entries: Entries, index: Index, *, fix: bool) -> CheckReport:
+    """Read every entry and compare files and piece lists.
 
     Args:
-        table: where the entries lie.
-        fix: put damaged entries aside, drop incomplete programs, delete stray files.
+        entries: of the store.
+        index: of the same store.
+        fix: put damaged entries aside, drop incomplete programs, delete stray files and a damaged
+            index.
     """
-    fault = table.verify() if fix else table.reader.fault()
-    problems = [Problem("database", fault)] if fault else []
-    look = table if fix else table.reader  # the table puts aside what the reader only sees
-    try:
-        listing = look.listing()
-    except (MissError, *READ_ERRORS) as error:
-        problems = problems or [Problem("database", str(error))]
-        return replace(NOTHING, problems=problems, quarantined=table.quarantine.items())
-    problems += [Problem(f"row {name}", "no row of pcgsvc") for name in listing.foreign]
+    fault = index.fault()
+    problems = [] if fault is None else [Problem("index", fault)]
+    if problems and fix:
+        index.clear()
     programs: dict[str, tuple[str, ...]] = {}
     pieces: set[str] = set()
     size = 0
-    for record in listing.records:
+    for record in entries.scan():
         try:
-            entry = look.read(record.kind, record.key)
+            entry = entries.read(record.kind, record.key, heal=fix)
         except AbsentError:
-            continue  # dropped since the listing
-        except (MissError, *READ_ERRORS) as error:
-            problems.append(Problem(_label(record.kind, record.key), str(error)))
+            continue  # dropped meanwhile
+        except MissError as miss:
+            problems.append(Problem(_label(record.kind, record.key), str(miss)))
             continue
         size += record.size
         if record.kind is Kind.PIECE:
             pieces.add(record.key)
         else:
             programs[record.key] = entry.pieces
-    problems += _incomplete(table, programs, pieces, fix=fix)
+    problems += _incomplete(entries, programs, pieces, fix=fix)
     return CheckReport(
         num_programs=len(programs),
         num_pieces=len(pieces),
         num_bytes=size,
         problems=problems,
         orphans=sorted(pieces.difference(*programs.values())),
-        strays=table.strays(delete=fix),
-        quarantined=table.quarantine.items(),
+        strays=entries.strays(delete=fix),
+        quarantined=entries.quarantine.items(),
     )
 
 
 def _incomplete(
-    table: Table, programs: Mapping[str, tuple[str, ...]], pieces: set[str], *, fix: bool
+    entries: Entries, programs: Mapping[str, tuple[str, ...]], pieces: set[str], *, fix: bool
 ) -> list[Problem]:
     problems = []
     for program, needed in programs.items():
@@ -157,48 +144,47 @@ def _incomplete(
         problems.append(Problem(_label(Kind.PROGRAM, program), cause))
         if fix:
             with contextlib.suppress(WriteError):
-                table.delete(Kind.PROGRAM, program)
+                entries.delete(Kind.PROGRAM, program)
     return problems
 
 
-def num_bytes(table: Table) -> int:
-    """Return the size of all entries; 0 if they cannot be read."""
-    return sum(record.size for record in _records(table))
-
-
-def list_programs(table: Table, pins: Pins) -> list[ProgramInfo]:
-    """Return the stored programs, most recently used first; none if they cannot be read."""
-    sizes = {(record.kind, record.key): record.size for record in _records(table)}
-    programs = list(_programs(table))
-    flat = [flatten(entry.facts) for _, entry in programs]
-    names = sorted({name for facts in flat for name in facts})
-    differing = [n for n in names if len({_canonical(f.get(n, ABSENT)) for f in flat}) > 1]
-    infos = [
-        ProgramInfo(
-            key=record.key,
-            num_bytes=record.size + sum(sizes.get((Kind.PIECE, p), 0) for p in set(entry.pieces)),
-            num_pieces=len(set(entry.pieces)),
-            created=entry.created,
-            last_use=pins.last_use(record),
-            summary={name: facts.get(name, ABSENT) for name in differing},
-            facts=entry.facts,
+def list_programs(entries: Entries, index: Index) -> list[ProgramInfo]:
+    """Return the stored programs, most recently used first; unreadable ones are left out."""
+    headers = index.headers()
+    records = {(record.kind, record.key): record for record in entries.scan()}
+    flat = {key: flatten(header.facts) for key, header in headers.items()}
+    names = sorted({name for facts in flat.values() for name in facts})
+    differing = [n for n in names if len({_canonical(f.get(n, ABSENT)) for f in flat.values()}) > 1]
+    infos = []
+    for key, header in headers.items():
+        record = records.get((Kind.PROGRAM, key))
+        if record is None:
+            continue  # dropped meanwhile
+        pieces = [records.get((Kind.PIECE, piece)) for piece in set(header.pieces)]
+        infos.append(
+            ProgramInfo(
+                key=key,
+                num_bytes=record.size + sum(piece.size for piece in pieces if piece),
+                num_pieces=len(pieces),
+                created=header.created,
+                last_use=record.last_use,
+                summary={name: flat[key].get(name, ABSENT) for name in differing},
+                facts=header.facts,
+            )
         )
-        for (record, entry), facts in zip(programs, flat, strict=True)
-    ]
     return sorted(infos, key=lambda info: info.last_use, reverse=True)
 
 
-def nearest_program(table: Table, pins: Pins, facts: Mapping[str, Any]) -> Nearest | None:
+def nearest_program(entries: Entries, index: Index, facts: Mapping[str, Any]) -> Nearest | None:
     """Return the stored program whose facts differ least, or None if there is none.
 
     Of several the most recently used.
     """
     found = [
-        (len(differences), -pins.last_use(record), Nearest(record.key, differences))
-        for record, entry in _programs(table)
-        for differences in [differing_facts(entry.facts, facts)]
+        Nearest(info.key, differing_facts(info.facts, facts))
+        for info in list_programs(entries, index)
     ]
-    return min(found, key=lambda item: item[:2])[2] if found else None
+    return min(found, key=lambda near: len(near.differences), default=None)
 
 
 def differing_facts(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[FactDifference]:
@@ -220,21 +206,6 @@ def flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             out[f"{prefix}{name}"] = value
     return out
-
-
-def _records(table: Table) -> list[Record]:
-    try:
-        return table.listing().records
-    except MissError as miss:
-        logger.warning("cache: %s", miss)
-        return []
-
-
-def _programs(table: Table) -> Iterator[tuple[Record, Entry]]:
-    for record in _records(table):
-        if record.kind is Kind.PROGRAM:
-            with contextlib.suppress(MissError):  # damaged ones are logged where they are met
-                yield record, table.read(record.kind, record.key)
 
 
 def _canonical(value: Any) -> str:

@@ -1,13 +1,12 @@
-"""Where the cache lies, and whether that place is safe.
+"""Where the cache is, and whether that place is safe.
 
 In: `cache.dir`, the environment, the file system. Out: a `DataFolder`, or a `CacheError` that says
 what to change. Knows nothing of entries.
 
-Loading a cache runs code, so the data lies in a folder of our own, `<root>/store`, made 0700 and
-refused when anybody but its user and root could have put something there. It is not the root itself
-since a clone makes a checkout's `cache/` group-writable under umask 002. A root that anybody can
-write to, without the sticky bit, is refused: they could put another `store` in its place after it
-was looked at.
+Loading a cache runs code, so the data is in a folder of our own, `<root>/store`, made 0700 and
+refused when other users but root could have put something there. It is not the root itself since a
+clone makes a checkout's `cache/` group-writable under umask 002. World-writable roots without the
+sticky bit are refused: another `store` could be put in its place after it was checked.
 """
 
 from __future__ import annotations
@@ -21,14 +20,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pcgsvc.config import CacheConfig, CacheMode
 from pcgsvc.errors import CacheError
 
 ENVIRONMENT_NAME = "PCGSVC_CACHE_DIR"
 DATA_NAME = "store"
+ENTRIES_NAME, INDEX_NAME = "entries", "index"
+_CHECKED = ("", "entries", "entries/program", "entries/piece", "index", "index/cache.db")
+"""Below the data folder; the file of an entry is checked when it is opened."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ELSEWHERE = f"set cache.dir or {ENVIRONMENT_NAME} to a folder of your own on a local disk"
 
-# SQLite's locks do not hold between the hosts that share these.
+# Locks may not hold between the hosts that share these.
 _NETWORK = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|smb2|ncpfs|afs|coda|ceph|lustre|glusterfs|gpfs|beegfs|orangefs|pvfs2"
     r"|gfs2|ocfs2|wekafs|fuse\.(sshfs|glusterfs|ceph|cephfs|ceph-fuse|s3fs|gcsfuse|goofys|rclone"
@@ -48,8 +51,6 @@ class DataFolder:
     writable: bool
     reason: str = ""
     """Why it is not writable."""
-    immutable: bool = False
-    """Whether locks cannot be taken, so that it is read as if nobody ever wrote to it."""
 
 
 # ---- which root ----------------------------------------------------------------------------------
@@ -110,6 +111,18 @@ def _usable(root: Path) -> bool:
 # ---- is it safe ----------------------------------------------------------------------------------
 
 
+def check_place(cache: CacheConfig, *, needed: bool) -> None:
+    """Check the root of a config before any work, without making it.
+
+    Raises:
+        CacheError: it is not safe (see `check_root`), or the cache is off and `needed`.
+    """
+    if cache.mode is not CacheMode.OFF:
+        check_root(*find_root(cache.dir))
+    elif needed:
+        raise CacheError("cache.mode: got 'off' with job=cache; there is no cache to look at.")
+
+
 def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:
     """Check a root's data folder, and make it if it is to be written.
 
@@ -126,33 +139,31 @@ def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:
     network = network_file_system(data)
     reason = "" if write else "cache.mode=read"
     if network:
-        reason = f"{data} is on a network file system ({network}), where SQLite is unsafe"
+        reason = f"{data} is on a network file system ({network}), where locks are unreliable"
     if not reason:
-        reason = _make(root, data, source)
+        reason = _make(root, data)
     try:
-        for path in (data, data / "db", data / "db" / "cache.db"):
-            check_safe(path)
+        for name in _CHECKED:
+            check_safe(data / name)
         if source == "temporary directory":
-            check_safe(root)  # anybody may make folders beside it
+            check_safe(root)  # any user may make folders beside it
     except OSError as error:
         reason = f"{data} cannot be looked at: {error.strerror}"
-    immutable = bool(network) or not _access(data, os.W_OK | os.X_OK)
-    if not reason and immutable:
+    if not reason and not _access(data, os.W_OK | os.X_OK):
         reason = f"{data} is not writable"
-    return DataFolder(root, data, source, not reason, reason, immutable)
+    return DataFolder(root, data, source, not reason, reason)
 
 
 def check_root(root: Path, source: str) -> None:
     """Check what a root is, without making it; a missing one is fine.
 
     Raises:
-        CacheError: it is no folder, somebody else's link, or anybody may put another `store` there.
+        CacheError: it is no folder, another user's link, or world-writable without the sticky bit.
     """
     data = root / DATA_NAME
     if os.path.expandvars(str(data)) != str(data):
-        raise CacheError(
-            f"cache root {root} ({source}): diskcache would expand the $; {_ELSEWHERE}."
-        )
+        words = f"cache root ({source}): {root}: diskcache would expand the $; {_ELSEWHERE}."
+        raise CacheError(words)
     for path in (root, data):
         _check_link(path, source)
     try:
@@ -161,7 +172,7 @@ def check_root(root: Path, source: str) -> None:
         return  # missing, or hidden from us: found out where it is made or looked at
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise CacheError(
-            f"cache root ({source}): {root} has mode {mode:04o}: anybody may put another "
+            f"cache root ({source}): {root} has mode {mode:04o}: any user may put another "
             f"{DATA_NAME} in it, and loading one runs code. If only you did so far: chmod go-w "
             f"{root}. Or {_ELSEWHERE}."
         )
@@ -171,60 +182,57 @@ def check_safe(path: Path) -> None:
     """Check that only this user and root can have written to `path`; a missing one is fine.
 
     Raises:
-        CacheError: somebody else owns it, or may write to it.
+        CacheError: another user owns it, or may write to it.
         OSError: it cannot be looked at.
     """
     try:
         status = path.stat()
     except FileNotFoundError:
         return
+    if is_ours_alone(status):
+        return
     if status.st_uid not in (0, os.geteuid()):
         raise CacheError(
             f"cache: {path} belongs to uid {status.st_uid}, not to you (uid {os.geteuid()}) or "
             f"root; loading it would run code of theirs. Remove it, or {_ELSEWHERE}."
         )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CacheError(
-            f"cache: {path} has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it, "
-            f"and loading it runs code. If only you did so far: chmod -R go-w {path}. "
-            f"Or {_ELSEWHERE}."
-        )
+    raise CacheError(
+        f"cache: {path} has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it, "
+        f"and loading it runs code. If only you did so far: chmod -R go-w {path}. "
+        f"Or {_ELSEWHERE}."
+    )
+
+
+def is_ours_alone(status: os.stat_result) -> bool:
+    """Return whether only this user and root can have written to a file or folder."""
+    owned = status.st_uid in (0, os.geteuid())
+    return owned and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _check_link(path: Path, source: str) -> None:
+    fault = ""
     try:
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
-            raise CacheError(
-                f"cache root ({source}): {path} is a symbolic link of uid {status.st_uid}, who can "
-                f"point it anywhere. Remove it, or {_ELSEWHERE}."
+            fault = (
+                f"is a symbolic link of uid {status.st_uid}, who can point it anywhere. Remove it,"
             )
-        if not path.is_dir():
-            raise CacheError(
-                f"cache root ({source}): {path} is no folder. Remove it, or {_ELSEWHERE}."
-            )
+        elif not path.is_dir():
+            fault = "is no folder. Remove it,"
     except NotADirectoryError:
-        raise CacheError(
-            f"cache root ({source}): {path} lies below a file; {_ELSEWHERE}."
-        ) from None
+        fault = "is below a file; move that,"
     except OSError:
         return  # missing, or hidden from us: found out where it is made or looked at
+    if fault:
+        raise CacheError(f"cache root ({source}): {path} {fault} or {_ELSEWHERE}.")
 
 
-def _make(root: Path, data: Path, source: str) -> str:
+def _make(root: Path, data: Path) -> str:
     """Make root and data folder; return why that did not work."""
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         for path in (root, data):
             path.mkdir(mode=0o700, exist_ok=True)
-    except FileExistsError as error:
-        raise CacheError(
-            f"cache root ({source}): {error.filename} is no folder. Remove it, or {_ELSEWHERE}."
-        ) from None
-    except NotADirectoryError as error:
-        raise CacheError(
-            f"cache root ({source}): {error.filename} lies below a file; {_ELSEWHERE}."
-        ) from None
     except OSError as error:
         return f"{data} cannot be made: {error.strerror}"
     return ""

@@ -1,71 +1,59 @@
 """Key and bytes: the disk store of programs and the pieces that they share.
 
 In: hex keys, bytes, readable facts. Out: the same bytes, or a miss that names its cause; never an
-exception for what lies on the disk, and never anything but what was written. Knows nothing of
+exception for what is on the disk, and never anything but what was written. Knows nothing of
 graphs, torch or models, and not what a key is made of.
 
-Below the data folder (`cache_root`): `db/` (diskcache: rows and value files), `db.lock`,
-`evict.lock`, `locks/` (one writer per key), `pins/` (who uses what, and since when), `quarantine/`,
-`inductor/` and `triton/` (scratch of the compilers).
+Below the data folder (see `cache.root`): `entries/` (a file each: the truth), `index/` (diskcache:
+nothing that the entries do not say), `locks/` (one builder per key), `quarantine/`, `index.lock`
+and `evict.lock`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pcgsvc.cache import reports
-from pcgsvc.cache.entries import Entries
+from pcgsvc.cache.entries import Entries, WriteError
 from pcgsvc.cache.envelope import AbsentError, Entry, Kind, MissError, check_key, encode
-from pcgsvc.cache.lookup import Built, Counts, Lookup, Made
-from pcgsvc.cache.reports import CheckReport, FactDifference, Nearest, ProgramInfo
+from pcgsvc.cache.eviction import enforce_budget, no_eviction
+from pcgsvc.cache.file_lock import acquire
+from pcgsvc.cache.index import Index
+from pcgsvc.cache.lookup import Built, Counts, Lookup
+from pcgsvc.cache.reports import CheckReport, Nearest, ProgramInfo
 from pcgsvc.cache.root import DataFolder, find_root, open_data_folder
-from pcgsvc.cache.scratch import CompilerDirs, Scratch
-from pcgsvc.cache.usage import no_eviction
-from pcgsvc.cache.writer import WriteError
 from pcgsvc.config import CacheMode
 from pcgsvc.errors import CacheError
 
-__all__ = [
-    "Built",
-    "CheckReport",
-    "CompilerDirs",
-    "Counts",
-    "Entry",
-    "FactDifference",
-    "Kind",
-    "Lookup",
-    "Made",
-    "MissError",
-    "Nearest",
-    "ProgramInfo",
-    "Store",
-]
+__all__ = ["Built", "Counts", "Entry", "Kind", "Lookup", "MissError", "Store"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 8 << 30
 """Budget of a store: programs with all their pieces, in bytes."""
-DEFAULT_TIMEOUT_S = 10.0
-"""How long one read or write waits for other processes."""
 LOCK_TIMEOUT_S = 600.0
 """How long a build waits for another process that builds the same: a cold compile takes minutes."""
+_NOWHERE = Path(os.devnull)
+"""The data folder where the cache is off: nothing can be below it."""
 
 
 class Store:
     """Programs and pieces in one data folder; `Store.open` finds and checks it.
 
     Safe from any thread and from any number of processes. What was got or put is in use by this
-    process, and so kept from eviction, until `close`.
+    process, and so kept from eviction, until `close`. What goes wrong on the disk is a miss or a
+    False, and one warning.
 
     Args:
         folder: where; None leaves no file anywhere.
         mode: what may be done; without a folder it is `off`.
         max_bytes: budget; whole programs go, least recently used first, when it is passed.
-        timeout_s: how long one read or write waits for other processes.
     """
 
     def __init__(
@@ -74,18 +62,24 @@ class Store:
         *,
         mode: CacheMode = CacheMode.READWRITE,
         max_bytes: int = DEFAULT_MAX_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.folder = folder
         self.mode = CacheMode.OFF if folder is None else mode
         self.max_bytes = max_bytes
         self.counts = Counts()
-        self._entries: Entries | None = None
-        if folder is not None and mode is not CacheMode.OFF:
-            self._entries = Entries(folder, mode=mode, max_bytes=max_bytes, timeout_s=timeout_s)
-        self._scratch = Scratch(folder.data if folder is not None and self.writable else None)
+        wanted = self.mode in (CacheMode.READWRITE, CacheMode.REFRESH)
+        self._entries = Entries(
+            folder.data if folder is not None and self.enabled else _NOWHERE,
+            writable=wanted and folder is not None and folder.writable,
+        )
+        self._index = Index(self._entries)
+        self._renewed: set[tuple[Kind, str]] = set()
+        self._owners: set[tuple[int, str]] = set()
+        self._logged: set[str] = set()
         self._mutex = threading.Lock()
         self._closed = False
+        if wanted and not self.writable:
+            self._warn_once(f"{self.why_not_writable()}: hits are served, nothing is stored")
 
     @classmethod
     def open(
@@ -94,9 +88,8 @@ class Store:
         *,
         mode: CacheMode = CacheMode.READWRITE,
         max_bytes: int = DEFAULT_MAX_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Store:
-        """Find the root (see `cache_root.find_root`), check it, and open the store in it.
+        """Find the root (see `root.find_root`), check it, and open the store in it.
 
         Raises:
             CacheError: the place is not safe to load from, or is no folder.
@@ -106,12 +99,24 @@ class Store:
         root, source = find_root(directory)
         folder = open_data_folder(root, source, write=mode is not CacheMode.READ)
         logger.debug("cache: %s (%s), mode %s", folder.data, source, mode.value)
-        return cls(folder, mode=mode, max_bytes=max_bytes, timeout_s=timeout_s)
+        return cls(folder, mode=mode, max_bytes=max_bytes)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything may be loaded: every mode but `off`."""
+        return self.mode is not CacheMode.OFF
 
     @property
     def writable(self) -> bool:
         """Whether anything is stored."""
-        return self._entries is not None and self._entries.writable
+        return self._entries.writable
+
+    def why_not_writable(self) -> str:
+        """Return why nothing is stored, or an empty string."""
+        if self.writable:
+            return ""
+        reason = self.folder.reason if self.folder is not None else ""
+        return reason or f"cache.mode={self.mode.value}"
 
     # ---- single entries --------------------------------------------------------------------------
 
@@ -121,15 +126,11 @@ class Store:
         Raises:
             CacheError: the key is malformed; nothing else is raised.
         """
-        found = self._get(Kind.PROGRAM, key)
-        self._count(Kind.PROGRAM, key, found.miss)
-        return found
+        return self._counted(Kind.PROGRAM, key)
 
     def get_piece(self, key: str) -> Lookup:
         """Return a piece's bytes and facts, or the miss; see `get_program`."""
-        found = self._get(Kind.PIECE, key)
-        self._count(Kind.PIECE, key, found.miss)
-        return found
+        return self._counted(Kind.PIECE, key)
 
     def put_program(
         self, key: str, manifest: bytes, *, pieces: Sequence[str], facts: Mapping[str, Any]
@@ -143,7 +144,7 @@ class Store:
             facts: what the key was made of, of JSON types.
 
         Returns:
-            Whether it lies in the store now. If not, the reason was logged.
+            Whether it is in the store now. If not, the reason was logged.
 
         Raises:
             CacheError: a malformed key, an empty manifest, or facts that JSON cannot hold.
@@ -156,40 +157,98 @@ class Store:
 
     def read(self, kind: Kind, key: str) -> Entry:
         """Return a whole entry or raise the `MissError`; counts nothing, holds nothing in use."""
-        if self._entries is None:
+        if not self.enabled:
             raise AbsentError("cache off")
-        return self._entries.table.read(kind, key)
+        return self._entries.read(kind, key)
+
+    def has(self, kind: Kind, key: str) -> bool:
+        """Whether a sound entry is in the store; see `read`."""
+        try:
+            self.read(kind, key)
+        except MissError:
+            return False
+        return True
 
     def put(self, entry: Entry, *, in_use: bool = True) -> bool:
         """Store a whole entry as it is; see `put_program`. `in_use`: until `close`."""
-        if self._entries is None or self._closed:
-            encode(entry)  # a caller's mistake is an error in every mode
+        raw = encode(entry)  # a caller's mistake is an error in every mode
+        if not self.writable or self._closed:
             return False
-        stored = self._entries.put(entry, in_use=in_use)
+        names = [*((Kind.PIECE, piece) for piece in entry.pieces), (entry.kind, entry.key)]
+        free = [] if in_use else [name for name in names if not self._entries.is_used(*name)]
+        try:
+            self._require_pieces(entry)
+            self._entries.write(entry.kind, entry.key, raw)
+        except (WriteError, MissError) as error:
+            # A program without its pieces only follows from a failed write, which was logged.
+            topic = f"not stored: {error}" if isinstance(error, WriteError) else "not stored"
+            self._warn_once(f"not stored, going on without: {error}", topic, "not stored")
+            return False
+        finally:
+            for name in free:
+                self._entries.release(*name)
         with self._mutex:
-            self.counts.stored += stored
-        return stored
+            self._renewed.add((entry.kind, entry.key))
+            self.counts.stored += 1
+        if over := enforce_budget(self._entries, self._index, self.max_bytes):
+            self._warn_once(
+                f"{over} bytes over its budget of {self.max_bytes}: what is left is in use",
+                "over budget",
+            )
+        return True
 
     def drop(self, kind: Kind, key: str) -> None:
-        """Delete one entry, whoever uses it; a missing one is fine.
+        """Delete one entry, in use or not; a missing one is fine.
 
         Raises:
             CacheError: the store cannot be written.
         """
+        self._require_writable("drop")
         try:
-            self._writing("drop").table.delete(kind, key)
+            self._entries.delete(kind, key)
         except WriteError as error:
             raise CacheError(f"cache drop: {error}.") from error
 
+    def _counted(self, kind: Kind, key: str) -> Lookup:
+        found = self._get(kind, key)
+        self._count(kind, key, found.miss)
+        return found
+
     def _get(self, kind: Kind, key: str) -> Lookup:
+        """Return an entry, which is in use from now on, or the miss."""
         check_key(key)
         if self._closed:
             return Lookup(None, "store is closed")
-        return Lookup(None, "cache off") if self._entries is None else self._entries.get(kind, key)
+        if not self.enabled:
+            return Lookup(None, "cache off")
+        if self.mode is CacheMode.REFRESH and (kind, key) not in self._renewed:
+            return Lookup(None, "refresh")
+        try:
+            entry = self._entries.read(kind, key, use=True)
+        except MissError as miss:
+            if not isinstance(miss, AbsentError):
+                self._warn_once(f"{kind.value} {key[:12]}: a miss: {miss}", str(miss))
+            return Lookup(None, str(miss))
+        return Lookup(entry.payload, None, entry.facts, entry.pieces)
+
+    def _require_pieces(self, program: Entry) -> None:
+        """Refuse a program one of whose pieces failed to be stored, or was dropped meanwhile."""
+        missing = [p[:12] for p in program.pieces if not self._entries.hold(Kind.PIECE, p)]
+        if missing:
+            label = f"program {program.key[:12]}"
+            raise AbsentError(f"{label}: its pieces {', '.join(missing)} are not stored")
 
     def _count(self, kind: Kind, key: str, miss: str | None) -> None:
         with self._mutex:
             self.counts.add(kind, key, miss)
+
+    def _warn_once(self, message: str, *topics: str) -> None:
+        """Log a warning; only for debugging if one with the first of its topics was logged."""
+        topics = topics or (message,)
+        with self._mutex:
+            level = logging.DEBUG if topics[0] in self._logged else logging.WARNING
+            self._logged.update(topics)
+        logger.log(level, "cache: %s", message)
 
     # ---- one builder per key ---------------------------------------------------------------------
 
@@ -200,15 +259,33 @@ class Store:
         A thread may take it twice. Take a program's before those of its pieces.
 
         Yields:
-            Whether the lock is held. True as well where nothing is stored, and so nobody could
-            load what another one built.
+            Whether the lock is held. True as well where nothing is stored: no process could load
+            what another one built.
         """
         check_key(key)
-        if self._entries is None or not self.writable:
+        owner = (threading.get_ident(), key)
+        if not self.writable or owner in self._owners:
             yield True
             return
-        with self._entries.lock(key, timeout_s) as held:
-            yield held
+        held = None
+        path = self._entries.data / "locks" / key
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            held = acquire(path)
+            if held is None:
+                logger.info("cache: waiting for another process that builds %s", key[:12])
+                held = acquire(path, timeout_s=timeout_s)
+        except OSError as error:
+            self._warn_once(f"no lock can be taken: {error}")
+        if held is None:
+            yield False
+            return
+        self._owners.add(owner)
+        try:
+            yield True
+        finally:
+            self._owners.discard(owner)
+            held.release(unlink=True)
 
     def get_or_build(
         self,
@@ -217,7 +294,7 @@ class Store:
         *,
         kind: Kind = Kind.PIECE,
         timeout_s: float = LOCK_TIMEOUT_S,
-    ) -> Made:
+    ) -> Lookup:
         """Load an entry, or build and store it, once among all processes.
 
         Args:
@@ -231,69 +308,60 @@ class Store:
         if found.value is None:
             with self.lock(key, timeout_s) as held:
                 miss = found.miss
-                found = self._get(kind, key)  # whoever held the lock before may have stored it
+                found = self._get(kind, key)  # the last holder of the lock may have stored it
                 if found.value is None:
                     self._count(kind, key, miss)
                     return self._build(kind, key, build, miss, store=held)
         self._count(kind, key, None)
-        return Made(found.value, found.facts, found.pieces, None, True)
+        return found
 
     def _build(
         self, kind: Kind, key: str, build: Callable[[], Built], miss: str | None, *, store: bool
-    ) -> Made:
+    ) -> Lookup:
         if not store:
-            logger.warning(
-                "cache: %s %s: its lock is not to be had: built here as well, and not stored",
-                kind.value,
-                key[:12],
-            )
+            words = "cache: %s %s: its lock timed out; building it here as well, not stored"
+            logger.warning(words, kind.value, key[:12])
         built = build()
         stored = store and self.put(built.entry(kind, key))
-        return Made(built.value, built.facts, tuple(built.pieces), miss, stored)
+        return Lookup(built.value, miss, built.facts, tuple(built.pieces), stored)
 
     # ---- the whole store -------------------------------------------------------------------------
 
     def check(self, *, fix: bool = False) -> CheckReport:
-        """Read every entry, and compare rows, files and piece lists.
+        """Read every entry, and compare files and piece lists.
 
         Args:
             fix: put damaged entries aside, drop incomplete programs, delete stray files.
         """
-        if self._entries is None:
-            return reports.NOTHING
-        return reports.check(self._entries.table, fix=fix and self.writable)
+        return reports.check(self._entries, self._index, fix=fix and self.writable)
 
     def ls(self) -> list[ProgramInfo]:
-        """Return the stored programs, most recently used first; none if they cannot be read."""
-        if self._entries is None:
-            return []
-        return reports.list_programs(self._entries.table, self._entries.pins)
+        """Return the stored programs, most recently used first; unreadable ones are left out."""
+        return reports.list_programs(self._entries, self._index)
 
     def nearest(self, facts: Mapping[str, Any]) -> Nearest | None:
         """Return the stored program that differs from `facts` in the fewest, and in which."""
-        if self._entries is None:
-            return None
-        return reports.nearest_program(self._entries.table, self._entries.pins, facts)
+        return reports.nearest_program(self._entries, self._index, facts)
 
     def num_bytes(self) -> int:
-        """Return the size of all entries; 0 if they cannot be read."""
-        return 0 if self._entries is None else reports.num_bytes(self._entries.table)
+        """Return the size of all entries."""
+        return sum(record.size for record in self._entries.scan())
 
     def clear(self) -> int:
         """Delete all entries, those in use and the quarantine included; return their bytes.
 
-        The compilers' scratch folders stay if a store that is open now uses them.
-
         Raises:
-            CacheError: the store is not ours to write, or another process is writing.
+            CacheError: the store cannot be written.
         """
-        entries = self._writing("clear")
+        self._require_writable("clear")
         num_bytes = self.num_bytes()
         try:
-            entries.clear()
-            self._scratch.clear()
-        except (WriteError, OSError) as error:
+            self._entries.clear()
+        except OSError as error:
             raise CacheError(f"cache clear: {error}; try again later.") from error
+        self._index.clear()
+        with self._mutex:
+            self._renewed.clear()
         return num_bytes
 
     @contextlib.contextmanager
@@ -301,46 +369,21 @@ class Store:
         """Let no process drop anything for the budget, as long as this lasts.
 
         Raises:
-            CacheError: the store is not ours to write, or entries are being dropped right now.
+            CacheError: the store cannot be written, or entries are being dropped right now.
         """
-        with no_eviction(self._writing("import").table.data):
+        self._require_writable("import")
+        with no_eviction(self._entries.data):
             yield
 
-    def _writing(self, what: str) -> Entries:
-        if self._entries is None or not self._entries.writable or self._closed:
+    def _require_writable(self, what: str) -> None:
+        if not self.writable or self._closed:
             reason = self.why_not_writable() or "the store is closed"
             raise CacheError(f"cache {what}: nothing can be written: {reason}.")
-        return self._entries
-
-    def why_not_writable(self) -> str:
-        """Return why nothing is stored, or an empty string."""
-        if self.writable:
-            return ""
-        reason = self.folder.reason if self.folder is not None else ""
-        return reason or f"cache.mode={self.mode.value}"
-
-    # ---- compilers, and the end ------------------------------------------------------------------
-
-    def compiler_dirs(self) -> CompilerDirs:
-        """Return scratch folders for Inductor and Triton, made 0700.
-
-        They lie beside the entries; where nothing is stored, in a temporary folder that `close`
-        removes.
-
-        Raises:
-            CacheError: they cannot be made.
-        """
-        try:
-            return self._scratch.dirs()
-        except OSError as error:
-            raise CacheError(f"the compilers' scratch folders cannot be made: {error}.") from error
 
     def close(self) -> None:
-        """Let go of all entries and remove temporary folders; twice is fine. Then all is a miss."""
+        """Stop using all entries; twice is fine. From then on all is a miss."""
         self._closed = True
-        if self._entries is not None:
-            self._entries.pins.close()
-        self._scratch.close()
+        self._entries.close()
 
     def __enter__(self) -> Store:
         return self

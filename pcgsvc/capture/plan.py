@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from pcgsvc.config import Config, Graphs, Mode
 from pcgsvc.forward.request import Request, attention_of
-from pcgsvc.forward.workspace import usable_sizes
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.modes import FULL, NONE, PIECEWISE, Resolution, resolve_mode
 from pcgsvc.ops.registry import find_spec
@@ -57,7 +56,7 @@ class CapturePlan:
 def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
     """Resolve the mode, and choose the entries to capture."""
     config = request.config
-    sizes, dropped = usable_sizes(config)
+    sizes = config.capture.final_sizes
     resolution, support = resolve_boundaries(config, image, attention_of(request))
     query_len = config.capture.uniform_query_len
     plan = CapturePlan(
@@ -67,7 +66,7 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
         sizes=sizes,
         warnings=[
             *resolution.reasons,
-            *dropped,
+            *request.warnings,
             *no_uniform_size(resolution, sizes, query_len),
         ],
     )
@@ -105,15 +104,14 @@ def wanted_entries(
     for size in sorted(sizes, reverse=True):
         if general is not NONE:
             wanted.append((general, general_descriptor(size)))
-        if resolution.decode is FULL and general is not FULL and size % query_len == 0:
+        if resolution.own_uniform and size % query_len == 0:
             wanted.append((FULL, uniform_descriptor(size, query_len)))
     return wanted
 
 
 def no_uniform_size(resolution: Resolution, sizes: Sequence[int], query_len: int) -> list[str]:
     """Return what to warn of when uniform batches shall have full graphs and no size is theirs."""
-    separate = resolution.decode is FULL and resolution.mixed is not FULL
-    if not separate or any(size % query_len == 0 for size in sizes):
+    if not resolution.own_uniform or any(size % query_len == 0 for size in sizes):
         return []
     other = "piecewise serves them" if resolution.mixed is PIECEWISE else "nothing is captured"
     return [

@@ -6,7 +6,7 @@ Knows nothing of models, graphs or the disk; only `compose` and `devices` import
 
 from pcgsvc.config.limits import validate, validate_sizing
 from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting
-from pcgsvc.config.resolve import listed, resolve, schedule
+from pcgsvc.config.resolve import dropped_sizes, resolve, schedule
 from pcgsvc.config.schema import (
     AUTO,
     AttentionConfig,
@@ -31,7 +31,6 @@ from pcgsvc.config.schema import (
     OnUncovered,
     Outputs,
     PartitionConfig,
-    Policy,
     SizingConfig,
     Strategy,
     SweepConfig,
@@ -61,13 +60,12 @@ __all__ = [
     "OnUncovered",
     "Outputs",
     "PartitionConfig",
-    "Policy",
     "SizingConfig",
     "Strategy",
     "SweepConfig",
     "copy",
+    "dropped_sizes",
     "from_dict",
-    "listed",
     "replace",
     "resolve",
     "schedule",

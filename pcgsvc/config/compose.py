@@ -32,7 +32,7 @@ SCHEMA = "pcgsvc_schema"
 
 _STORE_LOCK = threading.Lock()
 """Hydra's config store is process-wide; our entry is in it only while this lock is held. The host
-knows no such lock: a dict that it may be walking through is replaced, never changed."""
+process does not take it: a dict that it may be iterating over is replaced, never changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,12 @@ def schema_node() -> DictConfig:
     """Return all settings with their defaults; a name that is not in it is refused."""
     node = OmegaConf.create(to_dict(Config()))
     for free in (node.compiler.options, node.model.kwargs, node.model.inputs):
-        OmegaConf.set_struct(free, False)  # any name may stand there
+        OmegaConf.set_struct(free, False)  # any name is allowed there
     return node
 
 
 def register_schema() -> None:
-    """Put the defaults where Hydra's own entry finds them; for a process that is ours."""
+    """Put the defaults where Hydra's own entry finds them; for a process of our own."""
     ConfigStore.instance().store(name=SCHEMA, node=schema_node())
 
 
@@ -218,7 +218,7 @@ def readable() -> Iterator[None]:
 
 
 def words_of(error: BaseException) -> str:
-    """Return what Hydra or OmegaConf said, with what was most probably meant."""
+    """Return the message of Hydra's or OmegaConf's error, with what was probably meant."""
     text = str(error).strip() or type(error).__name__
     cause = error.__cause__
     if cause is not None and str(cause).strip() not in text:
@@ -238,5 +238,5 @@ def words_of(error: BaseException) -> str:
             "capture.sizes='[1,2,4]', prompt='\"one, two\"'."
         )
     elif "Unsupported interpolation type hydra" in text or "HydraConfig was not set" in text:
-        lines.append("${hydra:…} is known only while a job runs; the report lies in its folder.")
+        lines.append("${hydra:…} is known only while a job runs; the report is in its folder.")
     return "\n".join(lines)

@@ -25,7 +25,7 @@ _DTYPES = {
 def device_of(config: Config) -> torch.device:
     """Return the device that `config.device` means; ConfigError if there is none.
 
-    A plan needs no device: `device=cuda` with `job=plan` is taken at its word on any machine.
+    A plan needs no device: `device=cuda` with `job=plan` is accepted on any machine.
     """
     word = config.device
     if word == "auto":
@@ -44,7 +44,7 @@ def device_of(config: Config) -> torch.device:
                 f"device: got {config.device!r}, but this machine has no CUDA device that torch "
                 f"{torch.__version__} can use. Use device=cpu."
             )
-        index: int | None = device.index  # torch annotates it as always there
+        index: int | None = device.index  # torch annotates it as never None
         if index is None:
             # Asked before CUDA has started, torch would start it: a command line that only checks
             # its settings would hold a context, beside those of the jobs that it starts.

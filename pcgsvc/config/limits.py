@@ -5,10 +5,13 @@ In: a resolved config. Out: nothing, or a `ConfigError`. Imports no torch.
 
 from __future__ import annotations
 
+import typing
+from dataclasses import is_dataclass
+from typing import Any
+
 from pcgsvc.config.parse import to_dict
-from pcgsvc.config.resolve import listed
 from pcgsvc.config.schema import (
-    CaptureConfig,
+    AtLeast,
     Compiler,
     CompilerConfig,
     Config,
@@ -27,36 +30,29 @@ def validate(config: Config, *, device_type: str) -> None:
     """Check every range and every combination that can be judged without building anything.
 
     Args:
-        config: a resolved config.
+        config: a resolved config; `resolve` has checked its capture sizes.
         device_type: `cpu` or `cuda`.
 
     Raises:
         ConfigError: naming the setting, what was got and what to do.
     """
-    _validate_sizes(config.capture)
-    for path, value, least in (
-        ("attention.block_size", config.attention.block_size, 1),
-        ("attention.max_model_len", config.attention.max_model_len, 1),
-        ("attention.max_num_reqs", config.attention.max_num_reqs, 1),
-        ("attention.num_blocks", config.attention.num_blocks, 2),
-        ("attention.max_cache_bytes", config.attention.max_cache_bytes, 1),
-        ("capture.uniform_query_len", config.capture.uniform_query_len, 1),
-        ("capture.memory_budget", config.capture.memory_budget, 1),
-        ("capture.warmup_calls", config.capture.warmup_calls, 1),
-        ("cache.max_bytes", config.cache.max_bytes, 1),
-        ("cache.lock_timeout_s", config.cache.lock_timeout_s, 0),
-        ("compiler.threads", config.compiler.threads, 1),
-        ("bench.repeats", config.bench.repeats, 1),
-        ("sweep.timeout_s", config.sweep.timeout_s, 1),
-        ("max_new_tokens", config.max_new_tokens, 1),
-        ("max_traffic_calls", config.max_traffic_calls, 1),
-        ("seed", config.seed, 0),
-    ):
-        _at_least(path, value, least)
+    _check_least(config)
     if config.seed > _MAX_SEED:
         raise ConfigError(f"seed: got {config.seed}, at most {_MAX_SEED} is possible.")
     _validate_combinations(config, device_type)
     validate_sizing(config)
+
+
+def _check_least(group: Any, prefix: str = "") -> None:
+    """Check every number of a dataclass, and of those in it, whose field names its least value."""
+    for name, hint in typing.get_type_hints(type(group), include_extras=True).items():
+        value, path = getattr(group, name), f"{prefix}{name}"
+        if is_dataclass(value):
+            _check_least(value, f"{path}.")
+        for kind in (hint, *typing.get_args(hint)):  # `X | None` has the marks in its X
+            for mark in getattr(kind, "__metadata__", ()):
+                if isinstance(mark, AtLeast):
+                    _at_least(path, value, mark.least)
 
 
 def _at_least(path: str, value: float | None, least: int) -> None:
@@ -67,11 +63,8 @@ def _at_least(path: str, value: float | None, least: int) -> None:
 def validate_sizing(config: Config) -> None:
     """Check what choosing capture sizes reads; before `capture.sizes=auto:FILE` is replaced."""
     sizing, unset = config.sizing, SizingConfig()
-    _at_least("capture.uniform_query_len", config.capture.uniform_query_len, 1)
-    _at_least("sizing.count", sizing.count, 1)
-    _at_least("sizing.max_count", sizing.max_count, 1)
-    _at_least("sizing.min_gain", sizing.min_gain, 0)
-    _at_least("sizing.fixed_us", sizing.fixed_us, 0)
+    _check_least(config.capture, "capture.")
+    _check_least(sizing, "sizing.")
     if sizing.min_gain > 1:
         raise ConfigError(f"sizing.min_gain: got {sizing.min_gain}, at most 1 is possible.")
     if sizing.row_us <= 0:
@@ -84,25 +77,26 @@ def validate_sizing(config: Config) -> None:
         )
 
 
-def _validate_sizes(capture: CaptureConfig) -> None:
-    sizes = listed(capture)
-    if capture.max_size is not None and capture.max_size < 1:
-        raise ConfigError(f"capture.max_size: got {capture.max_size}, at least 1 is needed.")
+def validate_sizes(sizes: list[int], max_size: int) -> None:
+    """Check capture sizes as they are named, before those above `max_size` are dropped."""
+    _at_least("capture.max_size", max_size, 1)
     if not sizes:
         raise ConfigError("capture.sizes: got [], at least one size is needed; or set mode=none.")
-    bad = [s for s in sizes if s < 1]
-    if bad:
+    _check_token_counts("capture.sizes", sizes)
+    if min(sizes) > max_size:
         raise ConfigError(
-            f"capture.sizes: got {bad} among {sizes}; sizes are token counts, at least 1."
-        )
-    twice = sorted({s for s in sizes if sizes.count(s) > 1})
-    if twice:
-        raise ConfigError(f"capture.sizes: {twice} stand twice in {sizes}; name each size once.")
-    if min(sizes) > (capture.max_size or 0):
-        raise ConfigError(
-            f"capture.max_size: got {capture.max_size}, which is below every capture size {sizes}; "
+            f"capture.max_size: got {max_size}, which is below every capture size {sizes}; "
             "raise it, or name smaller sizes."
         )
+
+
+def _check_token_counts(path: str, sizes: list[int]) -> None:
+    bad = [s for s in sizes if s < 1]
+    if bad:
+        raise ConfigError(f"{path}: got {bad} among {sizes}; sizes are token counts, at least 1.")
+    twice = sorted({s for s in sizes if sizes.count(s) > 1})
+    if twice:
+        raise ConfigError(f"{path}: {twice} appear twice in {sizes}; name each size once.")
 
 
 def _validate_combinations(config: Config, device_type: str) -> None:
@@ -177,19 +171,8 @@ def _validate_compiler(compiler: CompilerConfig) -> None:
 
 def _validate_specialized(config: Config) -> None:
     """Refuse exact sizes that no call could reach."""
-    wanted, limit = config.compiler.specialize_sizes, config.capture.max_size
-    captured = sorted(s for s in listed(config.capture) if limit is None or s <= limit)
-    bad = [s for s in wanted if s < 1]
-    if bad:
-        raise ConfigError(
-            f"compiler.specialize_sizes: got {bad} among {wanted}; sizes are token counts, at "
-            "least 1."
-        )
-    twice = sorted({s for s in wanted if wanted.count(s) > 1})
-    if twice:
-        raise ConfigError(
-            f"compiler.specialize_sizes: {twice} stand twice in {wanted}; name each size once."
-        )
+    wanted, captured = config.compiler.specialize_sizes, config.capture.final_sizes
+    _check_token_counts("compiler.specialize_sizes", wanted)
     unreachable = [s for s in wanted if s not in captured]
     if unreachable:
         raise ConfigError(

@@ -11,17 +11,18 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, Union
+from typing import Annotated, Any, TypeVar, Union
 
-from pcgsvc.config.schema import AUTO, Config
+from pcgsvc.config.schema import AUTO, Config, Form
 from pcgsvc.errors import ConfigError, near
 
 T = TypeVar("T")
 
-
+_REMOVED = {"capture.policy": "it had one value and was never read; remove it"}
+"""Settings that there were, with what to do where they still stand."""
 _BYTES = {
     "b": 1,
     "kib": 1 << 10,
@@ -38,7 +39,7 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
 
     Raises:
         ConfigError: an unknown name, a value of the wrong kind, or a choice that does not exist;
-            the message names the setting by its dotted path. Ranges are `validate`'s business.
+            the message names the setting by its dotted path. `validate` checks ranges.
     """
     return _dataclass(Config, tree, "")
 
@@ -58,7 +59,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def unknown_setting(path: str) -> str:
-    """Return the message for a dotted name that no setting has."""
+    """Return the message for a dotted name that no setting has, or has any more."""
     tree, group = to_dict(Config()), ""
     for name in path.split(".")[:-1]:
         if not isinstance(tree.get(name), dict):
@@ -68,6 +69,8 @@ def unknown_setting(path: str) -> str:
     choices = [f"{group}.{name}".lstrip(".") for name in tree]
     elsewhere = [f"{k}.{last}" for k, v in to_dict(Config()).items() if last in _names(v)]
     hint = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else near(path, choices)
+    if path in _REMOVED:
+        hint = f"; {_REMOVED[path]}."
     return (
         f"{path}: there is no such setting{hint} "
         f"Settings {'of ' + group if group else 'at the top'}: {', '.join(tree)}."
@@ -83,7 +86,7 @@ def _dataclass(cls: type[T], tree: Any, path: str) -> T:
         tree = to_dict(tree)
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{path}: got {tree!r}, a group of settings is needed here.")
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for name in tree:
         if name not in names:
@@ -99,16 +102,15 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     """Convert one value to the annotated type, or say what is wrong with it."""
     if hint is Any:
         return value
-    if path == "capture.sizes":
-        return None if value is None else _auto_or_sizes(value, path)
     if typing.get_origin(hint) in (Union, types.UnionType):
         if value is None:
             return None
         (hint,) = [a for a in typing.get_args(hint) if a is not type(None)]
-    if path == "compiler.specialize_sizes":
-        return _sizes(value, path)
-    if path.endswith(("memory_budget", "_bytes")) and isinstance(value, str):
-        return _bytes(value, path)
+    if typing.get_origin(hint) is Annotated:
+        hint, *marks = typing.get_args(hint)
+        for form in marks:
+            if isinstance(form, Form):
+                return _FORMS[form](value, path)
     if is_dataclass(hint):
         return _dataclass(typing.cast(Any, hint), value, path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -152,7 +154,9 @@ def _scalar(hint: type, value: Any, path: str) -> Any:
     return value
 
 
-def _bytes(value: str, path: str) -> int:
+def _bytes(value: Any, path: str) -> int:
+    if not isinstance(value, str):
+        return int(_scalar(int, value, path))
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     unit = (match.group(2) or "B").lower() if match else ""
     if not match or unit not in _BYTES:
@@ -193,6 +197,14 @@ def _sizes(value: Any, path: str) -> list[int]:
         # An unquoted 1:64:8 in a YAML file arrives here as the number 7448.
         raise ConfigError(f"{path}: got {value!r}, {help_} is needed.")
     return list(value)
+
+
+_FORMS: dict[Form, Callable[[Any, str], Any]] = {
+    Form.BYTES: _bytes,
+    Form.SIZES: _sizes,
+    Form.SIZES_OR_FILE: _auto_or_sizes,
+}
+"""What reads each form, given the value and the setting's path."""
 
 
 def copy(config: Config) -> Config:

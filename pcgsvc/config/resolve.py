@@ -1,10 +1,12 @@
 """Settings that are left open -> the values that are used.
 
-In: a config and the kind of device. Out: a config without device-dependent None. Imports no torch.
+In: a config and the kind of device. Out: a config without device-dependent None, whose capture
+sizes are final. Imports no torch.
 """
 
 from __future__ import annotations
 
+from pcgsvc.config.limits import validate_sizes
 from pcgsvc.config.parse import copy
 from pcgsvc.config.schema import CaptureConfig, Compiler, Config, Graphs
 
@@ -25,9 +27,15 @@ def schedule(max_size: int) -> list[int]:
 def resolve(config: Config, *, device_type: str) -> Config:
     """Return a copy in which every device-dependent None has become the value that is used.
 
+    Its `capture.sizes` ascend and are within `capture.max_size`: what `dropped_sizes` returns of
+    `config` is not among them.
+
     Args:
-        config: as composed.
+        config: as composed; `auto:FILE` has been replaced by sizes.
         device_type: `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: capture sizes below 1, named twice, or none within `capture.max_size`.
     """
     cuda = device_type == "cuda"
     out = copy(config)
@@ -37,11 +45,7 @@ def resolve(config: Config, *, device_type: str) -> Config:
         out.compiler.passes = ["residual_add"]
     if out.dtype is None and out.model.name != "module":
         out.dtype = "bfloat16" if cuda else "float32"
-    if out.capture.max_size is None:
-        out.capture.max_size = 512 if cuda else 64
-        out.capture.max_size = max([out.capture.max_size, *listed(out.capture)])
-    if out.capture.sizes is None:
-        out.capture.sizes = schedule(out.capture.max_size)
+    _resolve_sizes(out.capture, 512 if cuda else 64)
     if out.capture.graphs is Graphs.AUTO:
         out.capture.graphs = Graphs.CUDA if cuda else Graphs.RECORDED
     if out.attention.max_model_len is None:
@@ -49,7 +53,21 @@ def resolve(config: Config, *, device_type: str) -> Config:
     return out
 
 
-def listed(capture: CaptureConfig) -> list[int]:
-    """Return the capture sizes as they stand; `auto:FILE` must have been replaced by then."""
+def _resolve_sizes(capture: CaptureConfig, default_max: int) -> None:
+    named = _named(capture)
+    if capture.max_size is None:
+        capture.max_size = max([default_max, *named])
+    sizes = schedule(capture.max_size) if capture.sizes is None else named
+    validate_sizes(sizes, capture.max_size)
+    capture.sizes = sorted(s for s in sizes if s <= capture.max_size)
+
+
+def dropped_sizes(capture: CaptureConfig) -> list[int]:
+    """Return the sizes that are named and that `resolve` drops, as above `max_size`; ascending."""
+    limit = capture.max_size
+    return [] if limit is None else sorted(s for s in _named(capture) if s > limit)
+
+
+def _named(capture: CaptureConfig) -> list[int]:
     assert not isinstance(capture.sizes, str), "capture.sizes=auto: was not replaced by sizes"
     return capture.sizes or []

@@ -3,15 +3,41 @@
 In: nested plain dicts (from Hydra, from YAML, from a caller). Out: one validated `Config`.
 Knows nothing of Hydra or OmegaConf, and imports no torch: `resolve` gets the device as a word.
 
-Each default stands once, here; the YAML files under `conf/` only pick values. `None` means "chosen
-by pcgsvc", and `resolve` replaces every such None by the value that is used.
+Each default is here and nowhere else; the YAML files under `conf/` only pick values. `None` means
+"chosen by pcgsvc", and `resolve` replaces every such None by the value that is used.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+AUTO = "auto:"
+"""What `capture.sizes` begins with where a traffic file follows."""
+
+
+class Form(enum.Enum):
+    """How a setting may be written besides as its type; `parse` reads each form."""
+
+    BYTES = "a number, or text with a unit: 256MiB"
+    SIZES = "a list, or text: 1,2,4 or 1:64:8"
+    SIZES_OR_FILE = "as sizes, or auto:FILE"
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The least value that a number may have; `limits` checks it."""
+
+    least: int
+
+
+NonNegative = AtLeast(0)
+Positive = AtLeast(1)
+Count = Annotated[int, Positive]
+Bytes = Annotated[int, Form.BYTES, Positive]
+Sizes = Annotated[list[int], Form.SIZES]
+SizesOrFile = Annotated[list[int] | str, Form.SIZES_OR_FILE]
 
 
 class Mode(enum.Enum):
@@ -25,7 +51,7 @@ class Mode(enum.Enum):
 
 
 class Strategy(enum.Enum):
-    """Where the graph is cut: before the compiler, after fusion, or while capturing."""
+    """Where the graph is split: before the compiler, after fusion, or while capturing."""
 
     FX = "fx"
     INDUCTOR = "inductor"
@@ -33,7 +59,7 @@ class Strategy(enum.Enum):
 
 
 class Compiler(enum.Enum):
-    """What makes a region's kernels."""
+    """What compiles a region."""
 
     EAGER = "eager"
     INDUCTOR = "inductor"
@@ -56,7 +82,7 @@ class OnUncovered(enum.Enum):
 
 
 class Outputs(enum.Enum):
-    """Whose memory a call's results lie in."""
+    """Whose memory a call's results are in."""
 
     CLONE = "clone"
     VIEW = "view"
@@ -88,12 +114,6 @@ class ErrorMode(enum.Enum):
     GLOBAL = "global"
     THREAD_LOCAL = "thread_local"
     RELAXED = "relaxed"
-
-
-class Policy(enum.Enum):
-    """When graphs are captured: all of them before the runner is handed out."""
-
-    EAGER = "eager"
 
 
 class MoeBackend(enum.Enum):
@@ -189,23 +209,23 @@ class AttentionConfig:
     name: str = "paged"
     """Backend: `paged` (plain torch, support ALWAYS), `varlen` (host lengths, NEVER) or `triton`
     (a paged kernel for CUDA, ALWAYS)."""
-    block_size: int = 16
+    block_size: Count = 16
     """Tokens per KV-cache block; at least 1."""
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     """Longest sequence a request may reach, in tokens; None: 256 on the CPU, 2048 on CUDA, and
     never more than the model's own limit."""
-    max_num_reqs: int | None = None
+    max_num_reqs: Count | None = None
     """Most requests in one captured batch; None: the largest capture size."""
-    num_blocks: int | None = None
+    num_blocks: Annotated[int, AtLeast(2)] | None = None
     """Blocks in the KV cache, the null block and scratch blocks included; None: as many as
     `max_num_reqs` requests of `max_model_len` tokens need, within `max_cache_bytes`."""
-    max_cache_bytes: int = 2 << 30
+    max_cache_bytes: Bytes = 2 << 30
     """Ceiling of the KV cache when `num_blocks` is None, in bytes (also `"512MiB"`); at least 1."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PartitionConfig:
-    """Where the traced graph is cut."""
+    """Where the traced graph is split."""
 
     strategy: Strategy = Strategy.FX
     """`fx` (before the compiler), `inductor` (after fusion) or `breakable` (while capturing)."""
@@ -220,7 +240,7 @@ class PartitionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CompilerConfig:
-    """What makes the regions' kernels."""
+    """What compiles the regions."""
 
     name: Compiler | None = None
     """`eager` or `inductor`; None: eager on the CPU, inductor on CUDA."""
@@ -231,7 +251,7 @@ class CompilerConfig:
     """Have Inductor time several kernels for each matrix product and keep the fastest."""
     combo_kernels: bool = False
     """Have Inductor merge independent small kernels into one launch."""
-    threads: int = 1
+    threads: Count = 1
     """Worker processes that compile kernels side by side, gone when the build ends; 1: none, the
     build's own process compiles. At least 1."""
     passes: list[str] | None = None
@@ -239,7 +259,7 @@ class CompilerConfig:
     kernel that reads the sum, not to a matrix product that would copy it first; `attention_quant`
     makes attention and the quantisation of its output one op (fires under
     `partition.strategy=inductor` only). None: `[residual_add]` for Inductor on CUDA, else none."""
-    specialize_sizes: list[int] = field(default_factory=list)
+    specialize_sizes: Sizes = field(default_factory=list)
     """Capture sizes for which every region is compiled once more, with that size put in; the
     general artifact serves all others. Positive, without repetition."""
 
@@ -248,28 +268,32 @@ class CompilerConfig:
 class CaptureConfig:
     """Which graphs are captured before the runner takes traffic."""
 
-    sizes: list[int] | str | None = None
+    sizes: SizesOrFile | None = None
     """Capture sizes in tokens: a list, `"1,2,4"`, `"1:64:8"` (1, then every multiple of 8 up to
     64), or `auto:FILE`: the best for a traffic file (see `traffic` and `sizing.*`); None: a
     schedule that ends in `max_size`. Positive, without repetition."""
     max_size: int | None = None
     """Largest capture size in tokens; None: 64 on the CPU, 512 on CUDA, and no limit for sizes that
     were named or chosen. Larger sizes are dropped with a warning."""
-    uniform_query_len: int = 1
+    uniform_query_len: Count = 1
     """Tokens per request in a uniform batch (above 1: speculative decoding); at least 1."""
     graphs: Graphs = Graphs.AUTO
     """`cuda`, `recorded` (the CPU's stand-in, never faster), `off`, or `auto` by device."""
     error_mode: ErrorMode = ErrorMode.THREAD_LOCAL
     """torch.cuda's capture error mode."""
-    memory_budget: int | None = None
+    memory_budget: Bytes | None = None
     """Most device memory that captured graphs may take, in bytes (also `"256MiB"`); None: no
     limit. Sizes that would pass it are skipped with their reason."""
-    policy: Policy = Policy.EAGER
-    """When graphs are captured: `eager` captures all before the runner is handed out."""
-    warmup_calls: int = 2
+    warmup_calls: Count = 2
     """Plain calls of the program per size before it is captured; at least 1."""
     self_check: bool = True
     """Replay every captured entry once against plain execution while building."""
+
+    @property
+    def final_sizes(self) -> list[int]:
+        """`sizes` of a resolved config: ascending and within `max_size`."""
+        assert isinstance(self.sizes, list), "capture.sizes: the config is not resolved"
+        return self.sizes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -280,10 +304,10 @@ class CacheConfig:
     """`readwrite`, `read` (hits are served, misses are not stored), `off`, `refresh`."""
     dir: str | None = None
     """Root directory; None: PCGSVC_CACHE_DIR, the checkout's `cache/`, or the user's cache."""
-    max_bytes: int = 8 << 30
+    max_bytes: Bytes = 8 << 30
     """Budget of the stored programs and pieces, in bytes (also `"8GiB"`); above it whole programs
     go, least recently used first."""
-    lock_timeout_s: float = 600.0
+    lock_timeout_s: Annotated[float, NonNegative] = 600.0
     """How long to wait for another process that builds the same, in seconds; at least 0."""
     require_warm: bool = False
     """A miss is an error that names the facts that differ, instead of a build."""
@@ -317,7 +341,7 @@ class BenchConfig:
 
     enabled: bool = True
     """Whether `job=run` times the captured entries."""
-    repeats: int = 20
+    repeats: Count = 20
     """Timed calls per entry; the median is reported. At least 1."""
 
 
@@ -329,7 +353,7 @@ class SweepConfig:
     """Run each job in a process of its own, which starts with no CUDA memory in use and whose end,
     whatever it is, does not end the sweep; what it prints goes to `output.txt` in its folder.
     `false`: in the sweep's process, for debuggers and profilers."""
-    timeout_s: float | None = None
+    timeout_s: Annotated[float, Positive] | None = None
     """How long one isolated job may take, in seconds; after that it is ended and has failed. None:
     as long as it takes. At least 1."""
 
@@ -354,17 +378,17 @@ class ExplainConfig:
 class SizingConfig:
     """How capture sizes are chosen for a traffic file: `capture.sizes=auto:FILE`, `job=sizes`."""
 
-    count: int | None = None
+    count: Count | None = None
     """How many sizes are taken; None: the knee, see `min_gain`. At least 1."""
-    max_count: int = 64
+    max_count: Count = 64
     """Most sizes that are considered; at least 1."""
-    min_gain: float = 0.005
+    min_gain: Annotated[float, NonNegative] = 0.005
     """The knee: a further size is taken while it saves at least this share of the expected time of
     a step without padding; 0 to 1."""
     cost: str | None = None
     """Path of a report of `job=run` whose timings say what a step of a size costs; None: modelled
     by `fixed_us` and `row_us`."""
-    fixed_us: float = 0.0
+    fixed_us: Annotated[float, NonNegative] = 0.0
     """Modelled time of a step without its rows, in microseconds; at least 0."""
     row_us: float = 1.0
     """Modelled time of each row of a step, in microseconds; above 0."""
@@ -398,32 +422,23 @@ class Config:
     dtype: str | None = None
     """Torch dtype name of the model; None: float32 on the CPU, bfloat16 on CUDA, and with
     `model=module` whatever the module makes."""
-    seed: int = 0
+    seed: Annotated[int, NonNegative] = 0
     """Seed of random weights and of verification inputs; 0 to 2**63 - 2."""
     strict: bool = False
-    """Anything asked for that is not being done is an error, not a warning."""
+    """Anything that was asked for and is not done is an error, not a warning."""
     job: Job = Job.RUN
-    """`run`, `compile` (fill the cache), `plan` (trace and cut only), `cache` (see
+    """`run`, `compile` (fill the cache), `plan` (trace and split only), `cache` (see
     `cache.action`), `compare` (one table of existing reports), `config` (see `config.explain`) or
     `sizes` (choose capture sizes for `traffic`)."""
     prompt: str | None = None
     """Text that a model with a tokenizer continues after `job=run` has verified it."""
-    max_new_tokens: int = 48
+    max_new_tokens: Count = 48
     """Most tokens generated for `prompt`; at least 1."""
     traffic: str | None = None
     """Path of a traffic file, which `job=sizes` chooses sizes for and `job=run` replays: `.csv` or
     `.jsonl` with num_tokens and optionally count and uniform, or `.json`: a runner's `stats()` or a
     report."""
-    max_traffic_calls: int = 1000
+    max_traffic_calls: Count = 1000
     """Most calls that replay `traffic`; of more, this many are taken evenly. At least 1."""
     report: str | None = None
     """Path of the JSON report; None: `report.json` in the run's output directory."""
-
-
-AUTO = "auto:"
-"""What `capture.sizes` begins with where a traffic file follows."""
-
-# ---- plain dict -> dataclass ---------------------------------------------------------------------
-
-
-# ---- defaults and limits -------------------------------------------------------------------------

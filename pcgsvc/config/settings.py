@@ -1,6 +1,6 @@
 """A walk over every setting: its path, kind, default and meaning.
 
-In: the dataclasses of `config.py` and their source text, where the meanings stand. Out: one
+In: the dataclasses of `schema` and their source text, which documents each field. Out: one
 `Setting` each, and the text of `--help`. Knows nothing of Hydra.
 """
 
@@ -22,7 +22,7 @@ from pcgsvc.config.schema import Config
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, as people and programs may ask for it."""
+    """One setting, as `--help` and `job=config` show it."""
 
     path: str
     """Dotted, as on the command line."""
@@ -93,7 +93,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _docs(cls: type[Any]) -> dict[str, str]:
-    """Return the text under each field of a dataclass; it exists in the source only."""
+    """Return the string under each field of a dataclass, which only the source has."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
@@ -112,9 +112,9 @@ pcgsvc: piecewise CUDA graphs for PyTorch.
 
   pcgsvc model=llama mode=full_and_piecewise    build, verify, time, report
   pcgsvc -m capture.sizes='[1,2],[1,2,4,8]'     one job per value
-  pcgsvc job=plan                               show where it would be cut
+  pcgsvc job=plan                               show where it would be split
   pcgsvc job=compare compare.reports='[DIR]'    one table of the reports there
-  pcgsvc job=config config.explain=capture      say who set what, and why
+  pcgsvc job=config config.explain=capture      show what set each value
   pcgsvc --config-dir DIR model=mine            with your DIR/model/mine.yaml
   pcgsvc --cfg job                              print the composed settings
 
@@ -156,8 +156,8 @@ NOT_IN_KEY: dict[str, str] = {
     "model.name": "the module's classes, tensors and sources are facts themselves",
     "model.preset": "as model.name: it only chooses dimensions, which show in the tensors",
     "model.weights": "a path; values of weights are no part of a compiled artifact",
-    "model.path": "as model.weights; the config that lies there is a fact itself",
-    "model.config": "a name or a path; what it says is a fact itself",
+    "model.path": "as model.weights; the config in it is a fact itself",
+    "model.config": "a name or a path; its content is a fact itself",
     "model.reference_check": "looking at the model changes nothing that is compiled",
     "attention": "backends run in the boundaries, which are not compiled; their schema is a fact",
     "compiler.threads": "how many processes compile, not what they make",

@@ -1,4 +1,4 @@
-"""A model's forward as callers see it: arguments, fixed arguments, results, batches, samples.
+"""A model's forward as callers see it: arguments, constants, results, batches, samples.
 
 In: a module with example arguments. Out: a `Request`, and the static memory of a step.
 Knows nothing of models by name, tracing, compilers or graphs.

@@ -1,12 +1,13 @@
-"""What callers pass as examples -> the runner's inputs and fixed arguments.
+"""Example arguments -> a runner's tensor inputs and its constants.
 
 In: a module and example arguments. Out: `Arguments`, `InputSpec`s, and a source of like inputs.
-Knows nothing of tracing.
+Non-tensor values are constants. Knows nothing of tracing.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,33 +20,34 @@ from pcgsvc.forward.constants import Constants
 from pcgsvc.forward.specs import InputSpec
 
 DynamicDims = Mapping[str, int | Sequence[int]]
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 MakeInputs = Callable[[int, torch.Generator], dict[str, torch.Tensor]]
 """`make_inputs(rows, generator)`: fresh valid tensor inputs by name."""
 
 
 @dataclass(kw_only=True)
 class Arguments:
-    """The arguments of a forward: which are inputs, and what the others are fixed at."""
+    """The arguments of a forward: tensor inputs by name, and constants."""
 
     inputs: Sequence[str]
     """Tensor arguments, in the forward's order."""
     order: Sequence[str]
     """All arguments that may be passed by position, in the forward's order."""
     constants: Constants = field(default_factory=lambda: Constants({}))
-    """Arguments that were given as examples and are no tensors; frozen into the graph."""
+    """Non-tensor arguments among the examples; frozen into the graph."""
     defaults: Constants = field(default_factory=lambda: Constants({}))
     """Defaults of arguments that were not given."""
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return a call's inputs by name.
 
-        Positional arguments are the inputs in order, or, where one of them is no tensor, the
-        forward's arguments in order. Fixed ones may be left out; one that was fixed at None may be
-        meant by a tensor in its place, so that inputs behind it go by name.
+        Positional arguments are the inputs in order, or, if one of them is no tensor, the forward's
+        arguments in order. Constants may be left out; a tensor in the place of one that was None
+        may be meant for it, so that inputs behind it go by name.
 
         Raises:
-            BatchError: naming the argument that is missing, unknown, given twice, or no longer what
-                it was fixed at.
+            BatchError: naming the argument that is missing, unknown, given twice, or a constant
+                with another value.
         """
         tensors = all(isinstance(a, torch.Tensor) for a in args)
         order = self.inputs if tensors and len(args) <= len(self.inputs) else self.order
@@ -58,59 +60,52 @@ class Arguments:
                 f"{list(self.inputs[: len(args)])} by name."
             )
         given: dict[str, Any] = dict(zip(order, args, strict=False))
-        for name in kwargs:
-            if name in given:
-                raise BatchError(f"{name}: given by position and by name; {self._needed()}.")
+        for name in given.keys() & kwargs.keys():
+            raise BatchError(f"{name}: given by position and by name; {self._needed()}.")
         given.update(kwargs)
         for name, value in given.items():
             if name not in self.inputs:
-                self._check_fixed(name, value)
+                self._check_constant(name, value)
         missing = [name for name in self.inputs if name not in given]
         if missing:
             raise BatchError(f"inputs: {missing} are missing; {self._needed()}.")
         return {name: given[name] for name in self.inputs}
 
     def _optional_before(self, count: int) -> str | None:
-        """Return an argument fixed at None that the forward has before its `count`th input."""
-        names = iter(self.order)
-        for wanted in self.inputs[:count]:
-            for name in names:
-                if name == wanted:
-                    break
-                fixed = self._fixed_with(name)
-                if name in fixed and fixed[name] is None:
-                    return name
-        return None
+        """Return a constant None that the forward has before its `count`th input, if any."""
+        if not count:
+            return None
+        last = self.inputs[count - 1]
+        before = itertools.takewhile(lambda name: name != last, self.order)
+        return next((name for name in before if self._constants.get(name, self) is None), None)
 
     @property
     def by_position(self) -> bool:
         """Whether a call may pass all inputs, and them alone, by position."""
         return self._optional_before(len(self.inputs)) is None
 
-    def _fixed_with(self, name: str) -> Constants:
-        return self.constants if name in self.constants else self.defaults
+    @property
+    def _constants(self) -> dict[str, Any]:
+        return {**self.defaults, **self.constants}
 
-    def _check_fixed(self, name: str, value: Any) -> None:
-        fixed = self._fixed_with(name)
-        if name not in fixed:
+    def _check_constant(self, name: str, value: Any) -> None:
+        known = self.constants if name in self.constants else self.defaults
+        if name not in known:
             raise BatchError(f"{name}: the forward has no such argument; {self._needed()}.")
-        if not fixed.is_same(name, value):
-            got = _words(value)
+        if not known.is_same(name, value):
             raise BatchError(
-                f"{name}: got {got}, but the runner was built with {_words(fixed[name])} (as it "
-                f"was then); {self._needed()}. Leave {name} out, or build another runner with "
-                f"{name} among the example inputs."
+                f"{name}: got {_text(value)}, but the runner was built with {_text(known[name])} "
+                f"(as it was then); {self._needed()}. Leave {name} out, or build another runner "
+                f"with {name} among the example inputs."
             )
 
     def _needed(self) -> str:
-        fixed = {**self.defaults, **self.constants}
-        words = ", ".join(f"{name}={_words(value)}" for name, value in fixed.items())
-        return f"needed are {list(self.inputs)}" + (
-            f", with {words} fixed when built" * bool(fixed)
-        )
+        texts = ", ".join(f"{name}={_text(value)}" for name, value in self._constants.items())
+        fixed = f", with {texts} fixed when built" if texts else ""
+        return f"needed are {list(self.inputs)}{fixed}"
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     text = repr(value)
@@ -120,7 +115,7 @@ def _words(value: Any) -> str:
 def read_arguments(
     module: Callable[..., Any], example_inputs: Any
 ) -> tuple[Arguments, dict[str, torch.Tensor]]:
-    """Split example arguments into tensors by name, and fixed ones.
+    """Split example arguments into tensors by name and constants.
 
     Raises:
         ConfigError: they do not fit the forward, or are of a kind that a runner cannot pass.
@@ -129,33 +124,31 @@ def read_arguments(
     try:
         signature = inspect.signature(function)
         if isinstance(example_inputs, Mapping):
-            bound = signature.bind(**example_inputs)
+            given = signature.bind(**example_inputs).arguments
         else:
             many = isinstance(example_inputs, (tuple, list))
-            bound = signature.bind(*(example_inputs if many else (example_inputs,)))
+            given = signature.bind(*(example_inputs if many else (example_inputs,))).arguments
     except (TypeError, ValueError) as error:
         raise ConfigError(f"example_inputs: do not fit the forward: {error}") from None
-    for name, parameter in signature.parameters.items():
-        if name in bound.arguments and parameter.kind in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-            parameter.POSITIONAL_ONLY,
-        ):
-            raise ConfigError(
-                f"example_inputs: {name!r} is taken by position or by star; a runner calls the "
-                "forward by name. Wrap the model in a function of named arguments."
-            )
-    tensors = {k: v for k, v in bound.arguments.items() if isinstance(v, torch.Tensor)}
-    for name, value in bound.arguments.items():
+    parameters = signature.parameters.values()
+    for name in (p.name for p in parameters if p.kind not in _NAMED and p.name in given):
+        raise ConfigError(
+            f"example_inputs: {name!r} is taken by position or by star; a runner calls the "
+            "forward by name. Wrap the model in a function of named arguments."
+        )
+    for name, value in given.items():
         _check_example(name, value)
-    named = [
-        p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor)}
+    defaults = {
+        p.name: p.default
+        for p in parameters
+        if p.name not in given and p.kind in (*_NAMED, p.POSITIONAL_ONLY)
+    }
     arguments = Arguments(
         inputs=list(tensors),
-        order=[p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD],
-        constants=Constants({k: v for k, v in bound.arguments.items() if k not in tensors}),
-        defaults=Constants({p.name: p.default for p in named if p.name not in bound.arguments}),
+        order=[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD],
+        constants=Constants({k: v for k, v in given.items() if k not in tensors}),
+        defaults=Constants(defaults),
     )
     return arguments, tensors
 
@@ -168,16 +161,15 @@ def _check_example(name: str, value: Any) -> None:
             "not pass the forward's by name. Wrap the model in a function that names it otherwise."
         )
     if isinstance(value, torch.Tensor):
+        fault = ""
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            raise ConfigError(
-                f"example_inputs: {name!r} is a {type(value).__name__}; a plain torch.Tensor is "
-                "needed."
-            )
-        if value.layout is not torch.strided or value.device.type == "meta":
-            where = "on the meta device" if value.device.type == "meta" else f"{value.layout}"
-            raise ConfigError(
-                f"example_inputs: {name!r} is {where}; a dense tensor with memory is needed."
-            )
+            fault = f"a {type(value).__name__}; a plain torch.Tensor is needed"
+        elif value.device.type == "meta":
+            fault = "on the meta device; a dense tensor with memory is needed"
+        elif value.layout is not torch.strided:
+            fault = f"{value.layout}; a dense tensor with memory is needed"
+        if fault:
+            raise ConfigError(f"example_inputs: {name!r} is {fault}.")
     elif any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value)):
         raise ConfigError(
             f"example_inputs: {name!r} holds tensors inside containers; pass them as arguments of "
@@ -199,15 +191,13 @@ def input_specs(tensors: Mapping[str, torch.Tensor], dynamic_dims: DynamicDims) 
         InputSpec(name=name, example=tensor.detach(), dims=_dims(name, tensor, dynamic_dims))
         for name, tensor in tensors.items()
     ]
-    sizes = {
-        f"dimension {dim} of {s.name!r}": s.example.shape[dim] for s in specs for dim in s.dims
-    }
+    sizes = {(s.name, dim): s.example.shape[dim] for s in specs for dim in s.dims}
     if len(set(sizes.values())) > 1:
-        words = ", ".join(f"{place} is {size}" for place, size in sizes.items())
+        texts = [f"dimension {dim} of {name!r} is {size}" for (name, dim), size in sizes.items()]
         raise ConfigError(
-            f"dynamic_dims: {words}; all of them are one number, the rows of a call, so the "
-            "examples must agree. Independent dynamic dimensions are not supported: build one "
-            "runner for each value of the other one, or fold both into the rows."
+            f"dynamic_dims: {', '.join(texts)}; every dynamic dimension must have the same length "
+            "in a call, its rows, so the examples must agree. Independent dynamic dimensions are "
+            "not supported: build one runner per value of the other, or fold both into the rows."
         )
     return specs
 
@@ -218,9 +208,9 @@ def _dims(name: str, tensor: torch.Tensor, dynamic_dims: DynamicDims) -> tuple[i
     dims = [given] if isinstance(given, int) else given
     if isinstance(dims, (str, Mapping)) or not isinstance(dims, Sequence):
         raise ConfigError(
-            f"dynamic_dims: got {given!r} for {name!r}; the number of a dimension, or a list of "
-            "them, is needed. All of them are the rows of a call; dimensions that change "
-            "independently of those are not supported."
+            f"dynamic_dims: got {given!r} for {name!r}; the index of a dimension, or a list of "
+            "them, is needed. Every dynamic dimension must have the same length in a call; "
+            "independent ones are not supported."
         )
     for dim in dims:
         if isinstance(dim, bool) or not isinstance(dim, int):
@@ -237,7 +227,7 @@ def check_module(module: Callable[..., Any], device: torch.device) -> None:
     """Refuse a module whose state no graph on `device` could read.
 
     Raises:
-        ConfigError: it or a submodule is in training mode, or a parameter or buffer lies elsewhere.
+        ConfigError: it or a submodule is in training mode, or a tensor of it is on another device.
     """
     if not isinstance(module, torch.nn.Module):
         return
@@ -250,8 +240,7 @@ def check_module(module: Callable[..., Any], device: torch.device) -> None:
             f"module: {', '.join(map(repr, training[:4]))}{more} in it are in training mode, "
             "though the module itself is not; call .eval() on the model."
         )
-    named = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in named:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigError(f"module: {name!r} has no shape yet; call the module once first.")
         if tensor.device != device:

@@ -1,7 +1,6 @@
 """Batches as callers describe them, and the static buffers that carry them to the device.
 
 In: `Batch`: request lengths, block tables, slots. Out: a `ForwardContext` over static buffers.
-Knows nothing of graphs, programs or models.
 
 Shapes: T = rows with padding, R = most requests, B = KV blocks per request.
 """
@@ -149,7 +148,7 @@ def refuse_lost_context(batch: CheckedBatch) -> None:
     if batch.block_tables is not None and batch.seq_lens != batch.query_lens:
         raise BatchError(
             f"batch.seq_lens: got {batch.seq_lens} with query_lens {batch.query_lens} and no "
-            "block_tables; without them a request lies in scratch blocks, which hold nothing of "
+            "block_tables; without them a request is in scratch blocks, which hold nothing of "
             "its earlier tokens. Pass the blocks that they were written to."
         )
 
@@ -291,7 +290,7 @@ def _rows(query_lens: list[int], seq_lens: list[int]) -> tuple[Ints, Ints]:
 class StepBuffers:
     """Static device buffers of one step's metadata, filled from the host in one copy.
 
-    All fields lie in one int32 buffer, block tables last, so that a step copies a prefix. On CUDA
+    All fields share one int32 buffer, block tables last, so that a step copies a prefix. On CUDA
     the host side is a ring of pinned buffers, each reused only when its copy is done. Not safe
     across threads; the runner's lock guards it.
     """

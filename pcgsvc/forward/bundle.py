@@ -1,7 +1,6 @@
 """What a model family hands to the pipeline.
 
-In: nothing. Out: `ModelBundle`, the one type that the pipeline knows of models. Knows nothing of
-tracing or graphs.
+In: nothing. Out: `ModelBundle`, the one type that the pipeline knows of models.
 """
 
 from __future__ import annotations
@@ -63,5 +62,3 @@ class ModelBundle:
     rows [T, E]."""
     arguments: Arguments | None = None
     """The forward's arguments; None: its inputs, and no others."""
-    source_files: list[str] = field(default_factory=list)
-    """Files whose text decides what the forward computes, besides those that tracing reads."""

@@ -1,32 +1,31 @@
-"""Arguments that are no tensors: fixed when a runner is built, compared when a call names them.
+"""Non-tensor arguments: constants of a runner, compared when a call names them.
 
 In: values. Out: copies that the caller cannot change, and whether a later value still is the same.
-Knows nothing of modules or tracing.
 """
 
 from __future__ import annotations
 
 import array
 import enum
-import sys
 import types
 from collections import deque
 from typing import Any
 
 import torch
 
-_OPAQUE = (
+from pcgsvc.forward.objects import ATOMS, CODE, attributes_of, items_of, own_bases
+
+_BY_IDENTITY = (
+    *CODE,
     torch.nn.Module,
     torch.Tensor,
     enum.Enum,
-    type,
-    types.ModuleType,
     types.FunctionType,
     types.MethodType,
 )
-"""Compared by identity: code, or values that nobody compares at each call."""
+"""Code, which has no state to compare, and values too large to be compared at each call."""
 _MAX_DEPTH = 20
-"""How deep objects are looked into; what lies deeper is compared by identity."""
+"""How deep objects are compared; deeper ones by identity."""
 
 
 def frozen(value: Any) -> Any:
@@ -44,38 +43,32 @@ def state_of(value: Any) -> Any:
 
 
 def _state(value: Any, above: tuple[int, ...]) -> Any:
-    if isinstance(value, _OPAQUE) or id(value) in above or len(above) == _MAX_DEPTH:
+    if type(value) in ATOMS:
+        return (type(value), _Value(value))
+    if isinstance(value, _BY_IDENTITY) or id(value) in above or len(above) == _MAX_DEPTH:
         return _Same(value)
     inside = (*above, id(value))
-    if isinstance(value, dict):
-        pairs = [(k, _state(v, inside)) for k, v in value.items()]
-        return (type(value), pairs, _attributes(value, inside))
-    if isinstance(value, (list, tuple)):
-        items = [_state(v, inside) for v in value]
-        return (type(value), items, _attributes(value, inside))
-    if isinstance(value, deque):
-        return (type(value), value.maxlen, [_state(v, inside) for v in value])
-    attributes = _attributes(value, inside)
-    if isinstance(value, (set, frozenset)):
-        return (type(value), frozenset((type(v), v) for v in value), attributes)
-    if isinstance(value, (bytearray, array.array)):
-        return (type(value), value[:], attributes)
-    return (type(value), attributes) if attributes else (type(value), _Value(value))
+    content: Any = None
+    attributes = [(k, _state(v, inside)) for k, v in sorted(_attributes(value).items())]
+    if isinstance(value, (dict, list, tuple, deque)):
+        content = [(place.key, _state(place.value, inside)) for place in items_of(value)]
+    elif isinstance(value, (set, frozenset)):
+        content = frozenset((type(v), v) for v in value)
+    elif isinstance(value, (bytearray, array.array)):
+        content = value[:]
+    elif not attributes or isinstance(value, ATOMS):
+        content = _Value(value)
+    maxlen = value.maxlen if isinstance(value, deque) else None
+    return (type(value), content, maxlen, attributes)
 
 
-def _attributes(value: Any, inside: tuple[int, ...]) -> list[tuple[str, Any]]:
-    """Return an object's attributes with their states, those that its classes give it included."""
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, those that its classes give it included."""
     found: dict[str, Any] = {}
-    for cls in reversed(type(value).__mro__):
-        library = cls.__module__.partition(".")[0] in sys.stdlib_module_names
-        for name, member in vars(cls).items():
-            if isinstance(member, types.MemberDescriptorType):
-                if hasattr(value, name):
-                    found[name] = getattr(value, name)
-            elif not library and not name.startswith("__") and not hasattr(member, "__get__"):
-                found[name] = member
-    found |= getattr(value, "__dict__", {})
-    return [(name, _state(v, inside)) for name, v in sorted(found.items())]
+    for cls in reversed(own_bases(type(value))):
+        members = vars(cls).items()
+        found |= {k: v for k, v in members if not (k.startswith("__") or hasattr(v, "__get__"))}
+    return found | {place.key: place.value for place in attributes_of(value)}
 
 
 class _Same:
@@ -111,7 +104,7 @@ class _Value:
 
 
 class Constants(dict[str, Any]):
-    """Fixed arguments by name, with what they were when the runner was built."""
+    """Constant arguments by name, with their states when the runner was built."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__({name: frozen(value) for name, value in values.items()})

@@ -1,13 +1,20 @@
-"""What a callable holds, however deep: the tensors, and the places in which they can be replaced.
+"""Find the tensors reachable from a callable, and the places where they can be replaced.
 
-In: a module, a function or an object. Out: places and tensors. Looks at attributes, containers,
-closures, globals and defaults, and runs none of the caller's code. Knows nothing of runners.
+In: any object. Out: what it holds, one `Place` each; tensors by name. Looks at attributes, slots,
+containers, closures, globals, defaults and class members, and runs none of the caller's code.
+
+All who look into the caller's objects use this one walker: `places_of` (tensors), `containers_in`
+(attributes to put back after tracing), `forward.constants` (states to compare) and `program.forms`
+(code to digest).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
+import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,20 +22,44 @@ from typing import Any, NamedTuple
 
 import torch
 
+# ---- what is not entered -------------------------------------------------------------------------
+
+ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""Hold nothing."""
+CODE = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
+"""Decided by source files and versions. A class is entered through its instances only."""
+_NO_TENSORS = ("pcgsvc", "logging", "threading", "io", "_io", "inspect", "contextvars")
+"""Packages whose objects hold no tensor of a model: only the search for tensors skips them, since
+a runner is reachable from its own forward, and a logger from every other."""
 _MAX_DEPTH = 50
 _MAX_OBJECTS = 200_000
-"""How many objects are looked into; what lies deeper or comes later is not found."""
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_CODE = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
-_NOT_STATE = ("pcgsvc", "logging", "threading", "io", "_io", "inspect", "contextvars")
-"""Packages whose objects hold none of a model's tensors, or change them by themselves."""
-_LIBRARIES = (*_NOT_STATE, "torch", "builtins", "abc", "typing", "collections", "numpy")
-"""Packages whose classes hold none."""
-_SLOTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
+"""How many objects the search for tensors enters; deeper or later ones are not found."""
+
+
+@functools.cache
+def is_versioned(module: str) -> bool:
+    """Whether a module is torch's, numpy's or Python's own, so that a version says all of it."""
+    top = module.split(".")[0]
+    if top not in sys.stdlib_module_names:
+        return top in ("torch", "numpy")
+    # A user's script folder comes first on the path: their `types.py` is no part of Python.
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return file is None or os.path.realpath(file).startswith(_STDLIB)
+
+
+_STDLIB = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+
+
+def own_bases(cls: type) -> list[type]:
+    """Return a class and its bases, nearest first, without those that a version says all of."""
+    return [base for base in cls.__mro__ if not is_versioned(base.__module__)]
+
+
+# ---- what one object holds -----------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """Where something lies: `get(key) is value` as long as nobody has replaced it."""
+    """Where an object is held: `get(key) is value` until it is replaced there."""
 
     get: Callable[[Any], Any] | None
     """None: it cannot be replaced there, as in a tuple."""
@@ -37,153 +68,98 @@ class Place(NamedTuple):
     name: str
     module: torch.nn.Module | None = None
     """The module of which it is a parameter, buffer, submodule or attribute."""
-    is_told: bool = False
+    has_hook: bool = False
     """Whether torch calls its registration hooks when something is put there."""
 
 
-def places_of(root: Any, wanted: Callable[[torch.Tensor], bool]) -> list[Place]:
-    """Return every place on a way from `root` to a tensor that is wanted."""
-    search = _Search(wanted)
-    search.reaches(root, "", 0)
-    return search.places
+def parts_of(value: Any, name: str = "") -> Iterator[Place]:
+    """Yield what one object holds by itself: not what its class does."""
+    if isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, types.MethodType):
+        yield Place(None, None, value.__self__, name)
+        yield Place(None, None, value.__func__, name)
+    else:
+        yield from items_of(value, name)
+        yield from attributes_of(value, f"{name}." if name else "")
 
 
-def tensors_held(root: Any) -> dict[str, torch.Tensor]:
-    """Return all tensors that `root` holds, each once, by name."""
-    found: dict[int, torch.Tensor] = {}
-    names: dict[str, torch.Tensor] = {}
-
-    def add(tensor: torch.Tensor) -> bool:
-        found.setdefault(id(tensor), tensor)
-        return True
-
-    for place in places_of(root, add):
-        tensor = found.pop(id(place.value), None)
-        if tensor is not None:
-            name = place.name
-            numbered = (f"{place.name} ({at})" for at in itertools.count(2))
-            while name in names:
-                name = next(numbered)
-            names[name] = tensor
-    return names
+def items_of(value: Any, name: str = "") -> Iterator[Place]:
+    """Yield the items of a container; of anything else nothing."""
+    if isinstance(value, dict):
+        for key, item in list(dict.items(value)):
+            yield Place(functools.partial(dict.get, value), key, item, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        get = functools.partial(_item, value) if isinstance(value, (list, deque)) else None
+        for at, item in enumerate(list(value)):
+            yield Place(get, at, item, f"{name}[{at}]")
 
 
-class _Search:
-    """Goes through what an object holds, each thing once."""
-
-    def __init__(self, wanted: Callable[[torch.Tensor], bool]) -> None:
-        self._wanted = wanted
-        self._seen: dict[int, tuple[Any, bool]] = {}
-        """Per identity: the object, which is kept so that the number stays its own, and whether a
-        wanted tensor was found in it."""
-        self.places: list[Place] = []
-
-    def reaches(self, value: Any, name: str, depth: int) -> bool:
-        """Whether a wanted tensor lies in `value`; notes the places on the way."""
-        if isinstance(value, torch.Tensor):
-            return self._wanted(value)
-        if isinstance(value, (*_ATOMS, *_CODE)) or depth > _MAX_DEPTH:
-            return False
-        if id(value) in self._seen:
-            return self._seen[id(value)][1]
-        if len(self._seen) > _MAX_OBJECTS:
-            return False
-        self._seen[id(value)] = (value, False)
-        found = False
-        for place in self._inside(value, name):
-            if self.reaches(place.value, place.name, depth + 1):
-                self.places.append(place)
-                found = True
-        self._seen[id(value)] = (value, found)
-        return found
-
-    def _inside(self, value: Any, name: str) -> Iterator[Place]:
-        """Yield what one object holds itself."""
-        if isinstance(value, torch.nn.Module):
-            yield from _of_module(value, name)
-            yield from self._of_class(type(value), name)
-        elif isinstance(value, dict):
-            for key, item in list(dict.items(value)):
-                yield Place(functools.partial(dict.get, value), key, item, f"{name}[{key!r}]")
-        elif isinstance(value, (list, deque)):
-            for at, item in enumerate(list(value)):
-                yield Place(functools.partial(_item, value), at, item, f"{name}[{at}]")
-        elif isinstance(value, (tuple, set, frozenset)):
-            for at, item in enumerate(list(value)):
-                yield Place(None, at, item, f"{name}[{at}]")
-        elif isinstance(value, types.FunctionType):
-            yield from _of_function(value)
-        elif isinstance(value, types.MethodType):
-            yield Place(None, None, value.__self__, name)
-            yield Place(None, None, value.__func__, name)
-        elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                yield Place(None, None, part, name)
-        if type(value).__module__.partition(".")[0] not in _NOT_STATE and not isinstance(
-            value, (torch.nn.Module, types.FunctionType, types.MethodType)
-        ):
-            yield from _of_object(value, f"{name}." if name else "")
-            yield from self._of_class(type(value), name)
-
-    def _of_class(self, cls: type, name: str) -> Iterator[Place]:
-        """Yield the attributes and methods of a class, once."""
-        for base in cls.__mro__:
-            if base.__module__.partition(".")[0] in _LIBRARIES or id(base) in self._seen:
-                continue
-            self._seen[id(base)] = (base, False)
-            members = vars(base)
-            for key, member in list(members.items()):
-                if key.startswith("__") and not isinstance(member, types.FunctionType):
-                    continue
-                if isinstance(member, property):
-                    member = member.fget
-                if isinstance(member, (classmethod, staticmethod)):
-                    member = member.__func__
-                get = members.get if member is members.get(key) else None
-                yield Place(get, key, member, f"{name}.{key}" if name else key)
-
-
-def _of_module(module: torch.nn.Module, name: str) -> Iterator[Place]:
-    inside = f"{name}." if name else ""
-    for slot in _SLOTS_OF_MODULES:
-        holder = vars(module).get(slot) or {}
+def attributes_of(value: Any, inside: str = "") -> Iterator[Place]:
+    """Yield an object's attributes and slots; of a module, what it registers goes by its name."""
+    module = value if isinstance(value, torch.nn.Module) else None
+    for slot, holder in _holders(value):
         for key, item in list(holder.items()):
-            yield Place(holder.get, key, item, inside + key, module, slot != "_buffers")
-    attributes = vars(module)
-    for key, item in list(attributes.items()):
-        if key not in _SLOTS_OF_MODULES:
-            yield Place(attributes.get, key, item, inside + key, module)
-
-
-def _of_object(value: Any, inside: str) -> Iterator[Place]:
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        for key, item in list(attributes.items()):
-            yield Place(attributes.get, key, item, f"{inside}{key}")
+            if slot or module is None or key not in _REGISTERS:
+                has_hook = _REGISTERS.get(slot, False)
+                yield Place(holder.get, key, item, f"{inside}{key}", module, has_hook)
     for cls in type(value).__mro__:
         for key, member in list(vars(cls).items()):
             if isinstance(member, types.MemberDescriptorType):
-                get = functools.partial(_attribute, value)
-                yield Place(get, key, get(key), f"{inside}{key}")
+                get = functools.partial(_slot, value, member)
+                if get(key) is not member:
+                    yield Place(get, key, get(key), f"{inside}{key}")
+
+
+def cells_of(function: Callable[..., Any]) -> Iterator[Place]:
+    """Yield the variables in a function's closure that are assigned."""
+    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    for name, cell in zip(code.co_freevars, closure, strict=True) if code and closure else ():
+        get = functools.partial(_content, cell)
+        if get(name) is not cell:
+            yield Place(get, name, get(name), name)
+
+
+def containers_in(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what holds the Python state of a module tree, with the name that its entries begin by.
+
+    That is each module's attributes, registered tensors and submodules, and the dicts, lists and
+    sets among the attributes. A list's or set's name is whole.
+    """
+    for path, sub in module.named_modules() if isinstance(module, torch.nn.Module) else ():
+        inside = f"{path}." if path else ""
+        yield from ((inside, holder) for _, holder in _holders(sub))
+        for key, value in list(vars(sub).items()):
+            if key not in _REGISTERS and isinstance(value, (dict, list, set)):
+                yield f"{inside}{key}{'.' if isinstance(value, dict) else ''}", value
+
+
+_REGISTERS = {"_parameters": True, "_buffers": False, "_modules": True}
+"""Where a module registers things, and whether torch's registration hooks tell of them. There are
+hooks for buffers too, but a forward may assign those, and Dynamo would trace the hook."""
+
+
+def _holders(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dicts that hold an object's attributes, a module's registers by their names."""
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return
+    if isinstance(value, torch.nn.Module):
+        yield from ((slot, attributes.get(slot) or {}) for slot in _REGISTERS)
+    yield "", attributes
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Place]:
-    """Yield closure cells, defaults, and the globals that are named; of those no functions."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for name, cell in cells:
-        get = functools.partial(_content, cell)
-        yield Place(get, name, get(name), name)
+    """Yield closure, defaults, and the globals that are named; of those no functions."""
+    yield from cells_of(function)
     for name in dict.fromkeys(_names(function.__code__)):
         value = function.__globals__.get(name)
         if not isinstance(value, types.FunctionType):
             yield Place(function.__globals__.get, name, value, name)
-    for name, value in (function.__kwdefaults__ or {}).items():
-        yield Place(None, name, value, name)
-    given = function.__defaults__ or ()
-    code = function.__code__
-    names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
-    for name, value in zip(names, given, strict=True):
-        yield Place(None, name, value, name)
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    given = {**(function.__kwdefaults__ or {}), **dict(zip(names, defaults, strict=True))}
+    yield from (Place(None, name, value, name) for name, value in given.items())
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -199,16 +175,24 @@ def _item(values: Any, at: int) -> Any:
 
 
 def _content(cell: types.CellType, name: str) -> Any:
-    """Return what lies in a cell; None if nothing does."""
+    """Return what a cell holds; itself if it is not assigned."""
     del name
     try:
         return cell.cell_contents
     except ValueError:
-        return None
+        return cell
 
 
-def _attribute(value: Any, name: str) -> Any:
-    return getattr(value, name, None)
+def _slot(value: Any, member: types.MemberDescriptorType, name: str) -> Any:
+    """Return what a slot holds; the slot itself if it is not assigned."""
+    del name
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return member
+
+
+# ---- tensors -------------------------------------------------------------------------------------
 
 
 def tensors_of(module: Callable[..., Any]) -> dict[str, torch.Tensor]:
@@ -217,3 +201,74 @@ def tensors_of(module: Callable[..., Any]) -> dict[str, torch.Tensor]:
         return {}
     named: dict[str, torch.Tensor] = dict(module.named_parameters())
     return named | dict(module.named_buffers())
+
+
+def tensors_held(root: Any) -> dict[str, torch.Tensor]:
+    """Return all tensors reachable from `root`, each once, by name."""
+    found: dict[int, torch.Tensor] = {}
+    names: dict[str, torch.Tensor] = {}
+
+    def add(tensor: torch.Tensor) -> bool:
+        found.setdefault(id(tensor), tensor)
+        return True
+
+    for place in places_of(root, add):
+        tensor = found.pop(id(place.value), None)
+        if tensor is not None:
+            numbered = (f"{place.name} ({at})" for at in itertools.count(2))
+            name = next(n for n in itertools.chain([place.name], numbered) if n not in names)
+            names[name] = tensor
+    return names
+
+
+def places_of(root: Any, wanted: Callable[[torch.Tensor], bool]) -> list[Place]:
+    """Return every place on a way from `root` to a tensor that is wanted."""
+    search = _Search(wanted)
+    search.reaches(root, "", 0)
+    return search.places
+
+
+class _Search:
+    """Enters each object once."""
+
+    def __init__(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+        self._wanted = wanted
+        self._seen: dict[int, tuple[Any, bool]] = {}
+        """Per identity: the object, which is kept so that the number stays its own, and whether a
+        wanted tensor was found in it."""
+        self.places: list[Place] = []
+
+    def reaches(self, value: Any, name: str, depth: int) -> bool:
+        """Whether a wanted tensor is reachable from `value`; notes the places on the way."""
+        if isinstance(value, torch.Tensor):
+            return self._wanted(value)
+        if isinstance(value, (*ATOMS, *CODE)) or depth > _MAX_DEPTH:
+            return False
+        if id(value) in self._seen:
+            return self._seen[id(value)][1]
+        own = isinstance(value, torch.nn.Module) or not _has_no_tensors(type(value))
+        if len(self._seen) > _MAX_OBJECTS or not own:
+            return False
+        self._seen[id(value)] = (value, False)
+        found = False
+        for place in itertools.chain(parts_of(value, name), self._of_class(type(value), name)):
+            if self.reaches(place.value, place.name, depth + 1):
+                self.places.append(place)
+                found = True
+        self._seen[id(value)] = (value, found)
+        return found
+
+    def _of_class(self, cls: type, name: str) -> Iterator[Place]:
+        """Yield the attributes and methods of a class, once."""
+        for base in own_bases(cls):
+            if id(base) in self._seen or _has_no_tensors(base):
+                continue
+            self._seen[id(base)] = (base, False)
+            members = vars(base)
+            for key, member in list(members.items()):
+                if isinstance(member, types.FunctionType) or not key.startswith("__"):
+                    yield Place(members.get, key, member, f"{name}.{key}" if name else key)
+
+
+def _has_no_tensors(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in _NO_TENSORS

@@ -1,6 +1,6 @@
 """The one piece of process-wide state: the lock that serialises builds and captures.
 
-In: nothing. Out: `BUILD_LOCK`. Knows nothing of what is built.
+In: nothing. Out: `BUILD_LOCK`.
 """
 
 from __future__ import annotations

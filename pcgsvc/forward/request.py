@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from pcgsvc.config import Config, resolve, validate
+from pcgsvc.config import Config
 from pcgsvc.config.devices import dtype_name, dtype_of, module_dtype
 from pcgsvc.forward.arguments import (
     Arguments,
@@ -30,11 +30,11 @@ from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.forward.process import BUILD_LOCK
 from pcgsvc.forward.samples import Samples
 from pcgsvc.forward.specs import Binding, InputSpec
-from pcgsvc.forward.workspace import ShapeWorkspace, Workspace, cache_geometry, usable_sizes
+from pcgsvc.forward.workspace import ShapeWorkspace, Workspace, cache_geometry
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.backends import find_backend
-from pcgsvc.sizing.auto import with_sizes
 from pcgsvc.sizing.choice import SizePlan
+from pcgsvc.sizing.resolve import resolve_config
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +65,19 @@ class Request:
     bundle: ModelBundle
     inputs: list[InputSpec]
     arguments: Arguments
-    """Which arguments of the forward are inputs, and what the others are fixed at."""
+    """Which arguments of the forward are inputs, and which are constants."""
     weights_s: float = 0.0
     """How long the model took to build, in seconds."""
     planned: Planned | None = None
     """Set for `job=plan`: the model's tensors have shapes and no memory."""
     sizes: SizePlan | None = None
     """How the capture sizes were chosen; None: they were named, or are the default schedule."""
+    warnings: list[str] = field(default_factory=list)
+    """What the config asks for and is not done, as `resolve_config` found."""
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Arguments that are no tensors; frozen."""
+        """Non-tensor arguments, as they were when the request was made."""
         return dict(self.arguments.constants)
 
 
@@ -92,11 +94,9 @@ def request_for(
     arguments, tensors = read_arguments(module, example_inputs)
     specs = input_specs(tensors, dynamic_dims)
     device = specs[0].example.device
-    config, sizes = with_sizes(config, own_module=True)
-    given = resolve(config, device_type=device.type)
+    resolved = resolve_config(config, module_device=device)
     if config.dtype is None and module_dtype(module) is not None:
-        given.dtype = dtype_name(module)
-    validate(given, device_type=device.type)
+        resolved.config.dtype = dtype_name(module)
     check_module(module, device)
     bundle = ModelBundle(
         module=module,
@@ -105,9 +105,15 @@ def request_for(
         attention=attention,
     )
     if attention is not None:
-        find_backend(given.attention.name).check(device)
+        find_backend(resolved.config.attention.name).check(device)
     return Request(
-        config=given, device=device, bundle=bundle, inputs=specs, arguments=arguments, sizes=sizes
+        config=resolved.config,
+        device=device,
+        bundle=bundle,
+        inputs=specs,
+        arguments=arguments,
+        sizes=resolved.sizes,
+        warnings=resolved.warnings,
     )
 
 
@@ -128,12 +134,10 @@ def make_workspace(
     request: Request, bindings: Sequence[Binding], tensors: Mapping[str, torch.Tensor]
 ) -> Workspace:
     """Allocate the static memory of a runner."""
-    config, spec = request.config, request.bundle.attention
-    sizes, _ = usable_sizes(config)
-    max_tokens = max(sizes)
+    config, spec, planned = request.config, request.bundle.attention, request.planned
+    max_tokens = max(config.capture.final_sizes)
     max_reqs = config.attention.max_num_reqs or max_tokens
     geometry, attention, backend = None, None, attention_of(request)
-    planned = request.planned
     if planned is not None and planned.backend is not None:
         backend = planned.backend
     if spec is not None and backend is not None:

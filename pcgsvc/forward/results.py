@@ -2,7 +2,7 @@
 
 In: any nesting of tuples, lists, dicts, named tuples, dataclasses, and classes that torch's pytree
 knows. Out: leaves, and a `ResultTree` that nests other leaves in the same way, now or in another
-process. Knows nothing of graphs.
+process.
 
 A dataclass or named tuple is rebuilt field by field: its own code ran when the forward was traced,
 and what it computed is in the fields. A stored tree names such a class, and the name is looked up
@@ -72,11 +72,8 @@ class ResultTree:
         inner = {at: (record, tree) for at, record, tree in self.records}
         values = []
         for at in range(self.spec.num_leaves):
-            if at in inner:
-                record, tree = inner[at]
-                values.append(record.make(tree._build(leaves)))
-            else:
-                values.append(next(leaves))
+            record, tree = inner.get(at, (None, self))
+            values.append(next(leaves) if record is None else record.make(tree._build(leaves)))
         return pytree.tree_unflatten(values, self.spec)
 
     def to_text(self) -> str | None:
@@ -121,20 +118,24 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
 
 def _fields_of(value: Any) -> tuple[str, ...] | None:
     """Return the field names of a record that pytree does not take apart, else None."""
-    cls = type(value)
-    if isinstance(value, tuple) and cls is not tuple:
-        if _is_structseq(cls):
-            return tuple(cls.__match_args__)
+    names = _field_names(type(value))
+    if names is None or isinstance(value, tuple):
+        return names
+    if torch_private.is_pytree_class(type(value)):
+        return None
+    # What it holds besides its fields, or has not set, could not be put together again.
+    whole = set(getattr(value, "__dict__", {})) <= set(names)
+    return names if whole and all(hasattr(value, name) for name in names) else None
+
+
+def _field_names(cls: Any) -> tuple[str, ...] | None:
+    """Return the field names of a dataclass, named tuple or torch return type, else None."""
+    if _is_structseq(cls):
+        return tuple(cls.__match_args__)
+    if issubclass(cls, tuple):
         names = getattr(cls, "_fields", None)
         return tuple(names) if isinstance(names, tuple) else None
-    if isinstance(value, type) or not dataclasses.is_dataclass(value):
-        return None
-    if torch_private.is_pytree_class(cls):
-        return None
-    fields = tuple(f.name for f in dataclasses.fields(value))
-    # What it holds besides its fields, or has not set, could not be put together again.
-    whole = set(getattr(value, "__dict__", {})) <= set(fields)
-    return fields if whole and all(hasattr(value, name) for name in fields) else None
+    return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
 
 
 def _is_structseq(cls: type) -> bool:
@@ -173,13 +174,6 @@ def _record(module: str, name: str, fields: tuple[str, ...]) -> Record:
         found = getattr(found, part, None)
     if not isinstance(found, type):
         raise CompileError(f"stored result: class {module}.{name} is not imported in this process")
-    now: tuple[str, ...] | None = None
-    if dataclasses.is_dataclass(found):
-        now = tuple(f.name for f in dataclasses.fields(found))
-    elif _is_structseq(found):
-        now = tuple(found.__match_args__)  # type: ignore[attr-defined]
-    elif issubclass(found, tuple):
-        now = getattr(found, "_fields", None)
-    if now != fields:
+    if _field_names(found) != fields:
         raise CompileError(f"stored result: class {module}.{name} has other fields now")
     return Record(found, fields)

@@ -1,7 +1,6 @@
 """Batches and inputs that pcgsvc makes up itself: for capture, verification and timing.
 
 In: a workspace and a source of inputs. Out: valid inputs with a valid batch over scratch KV blocks.
-Knows nothing of graphs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What a forward's tensors look like, and which row counts a graph of it is right for.
 
-In: nothing. Out: types that all later rooms read. Knows nothing of Dynamo.
+In: nothing. Out: types that all later rooms read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,14 @@ class InputSpec:
 
     def cut(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the first rows of an input, as a view."""
-        for dim in self.dims:
-            tensor = tensor.narrow(dim, 0, rows)
-        return tensor
+        return cut_rows(tensor, self.dims, rows)
+
+
+def cut_rows(tensor: torch.Tensor, dims: Sequence[int], rows: int) -> torch.Tensor:
+    """Return the first `rows` rows in each of `dims`, as a view."""
+    for dim in dims:
+        tensor = tensor.narrow(dim, 0, rows)
+    return tensor
 
 
 @dataclass(frozen=True, kw_only=True)

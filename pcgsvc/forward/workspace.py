@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.config import Config, listed
+from pcgsvc.config import Config
 from pcgsvc.config.devices import dtype_of
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.batch import CacheGeometry, CheckedBatch, StepBuffers
@@ -57,16 +57,18 @@ class Workspace:
             max_tokens=max_tokens,
             max_reqs=max_reqs,
             blocks_per_request=self.geometry.blocks_per_request if self.geometry else 0,
-            device=self.device,
+            device=self._metadata_device,
         )
+
+    @property
+    def _metadata_device(self) -> torch.device:
+        return self.device
 
     def views(self, size: int) -> dict[str, torch.Tensor]:
         """Return the input buffers cut to `size` rows; the same tensors each time."""
-        found = self._views.get(size)
-        if found is None:
-            found = {s.name: self._view(s, size) for s in self.inputs}
-            self._views[size] = found
-        return found
+        if size not in self._views:
+            self._views[size] = {s.name: self._view(s, size) for s in self.inputs}
+        return self._views[size]
 
     def _view(self, spec: InputSpec, size: int) -> torch.Tensor:
         """Return a contiguous view of `size` rows over the start of an input's buffer."""
@@ -79,9 +81,7 @@ class Workspace:
     def values(self, inputs: Mapping[str, torch.Tensor], size: int) -> list[Any]:
         """Return one value per binding of the program."""
         return [
-            size
-            if b.kind == "size"
-            else (inputs[b.name] if b.kind == "input" else self.tensors[b.name])
+            size if b.kind == "size" else (inputs if b.kind == "input" else self.tensors)[b.name]
             for b in self.bindings
         ]
 
@@ -112,7 +112,7 @@ class Workspace:
         )
         return self._planned(context)
 
-    def loose_context(self, batch: CheckedBatch) -> ForwardContext:
+    def unpadded_context(self, batch: CheckedBatch) -> ForwardContext:
         """Return a context without padding; buffers of its own if the static ones are short."""
         rows, reqs = batch.num_tokens, len(batch.query_lens)
         step = self.step
@@ -170,32 +170,19 @@ class Workspace:
 class ShapeWorkspace(Workspace):
     """A workspace whose buffers have no memory, for plans; made inside a block of fake tensors.
 
-    The step metadata lies on the host: it is small, and filled through numpy.
+    The step metadata is real and on the host: it is small, and filled through numpy.
     """
+
+    _metadata_device = torch.device("cpu")
 
     def step_buffers(self, max_tokens: int, max_reqs: int) -> StepBuffers:
         """See `Workspace.step_buffers`."""
         with torch_private.real_tensors():
-            return StepBuffers(
-                max_tokens=max_tokens,
-                max_reqs=max_reqs,
-                blocks_per_request=self.geometry.blocks_per_request if self.geometry else 0,
-                device=torch.device("cpu"),
-            )
+            return super().step_buffers(max_tokens, max_reqs)
 
 
 def _buffer(spec: InputSpec, max_tokens: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(spec.shape(max_tokens), dtype=spec.example.dtype, device=device)
-
-
-def usable_sizes(config: Config) -> tuple[list[int], list[str]]:
-    """Return the capture sizes that are within `capture.max_size`, and what to warn of."""
-    sizes, limit = listed(config.capture), config.capture.max_size
-    usable = sorted(s for s in sizes if limit is None or s <= limit)
-    dropped = sorted(set(sizes) - set(usable))
-    if not dropped:
-        return usable, []
-    return usable, [f"capture.sizes: {dropped} are above capture.max_size={limit} and are dropped"]
 
 
 def cache_geometry(

@@ -1,26 +1,25 @@
 """The command line.
 
 In: `sys.argv`. Out: an exit code: 0 done, 1 a job failed (verification included), 2 bad
-configuration; of a sweep, 2 means that no job was run. Every job of a sweep is composed and
-validated before Hydra creates a folder; then Hydra's own entry takes over for output folders,
-logging and multirun, and calls `sweeps.task` for each job.
+configuration, 130 interrupted; of a sweep, 2 means that no job was run. Every job of a sweep is
+composed and validated before Hydra creates a folder; then Hydra's own entry takes over for output
+folders, logging and multirun, and calls `sweep.task` for each job.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
@@ -33,134 +32,95 @@ from pcgsvc.config import Job
 from pcgsvc.config.compose import CONFIG_MODULE, Command, compose_command, register_schema, words_of
 from pcgsvc.config.settings import help_text
 from pcgsvc.errors import ConfigError
-from pcgsvc.jobs.sweep.outcome import BAD_CONFIG, FAILED, OK
+from pcgsvc.jobs.sweep.outcome import BAD_CONFIG, FAILED, INTERRUPTED, OK
 from pcgsvc.version import __version__
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def entry() -> None:
     """Entry point of the `pcgsvc` command."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # an ASCII terminal shall not end a job
+            stream.reconfigure(errors="replace")  # an ASCII terminal must not end a job
     logging.raiseExceptions = False  # no traceback per log line when the reader (`| head`) is gone
+    # `model.target` may name modules of the folder that the command was started in. `python -m` has
+    # it on the path already; else last, so that no file in it replaces an installed package.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     sys.exit(main(sys.argv[1:]))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    words = _Words(overrides=list(argv))
     try:
-        words = _read_words(argv)
+        words = _parse(argv)
         if words.help:
-            _say(help_text(_groups(), min(shutil.get_terminal_size().columns, 100)))
+            _print(help_text(_groups(), min(shutil.get_terminal_size().columns, 100)))
             return OK
         if words.version:
-            _say(f"pcgsvc {__version__} (hydra-core {hydra.__version__})")
+            _print(f"pcgsvc {__version__} (hydra-core {hydra.__version__})")
             return OK
         if words.config_path is not None:
             raise ConfigError(
                 "--config-path: pcgsvc needs its own settings; add yours with --config-dir."
             )
-        with _own_folder_importable():
-            command = None if words.only_hydra else _check(words)
-            if command is not None and command.jobs[0].job is Job.CONFIG:
-                return _explain(words)
-            return _hand_over(argv, words, command)
+        command = None if _is_for_hydra(words) else _check(words)
+        if command is not None and command.jobs[0].job is Job.CONFIG:
+            return _explain(words)
+        return _hand_over(argv, words, command)
     except SystemExit as ended:  # argparse after a bad option, Hydra after its own help
         return ended.code if isinstance(ended.code, int) else FAILED
     except KeyboardInterrupt:
-        _say("pcgsvc: interrupted", error=True)
+        _print("pcgsvc: interrupted", error=True)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the last door: a message and a code, no traceback
-        if words.verbose:
+        if _is_verbose(argv):
             traceback.print_exception(error)
         return _complain(error)
 
 
-@contextlib.contextmanager
-def _own_folder_importable() -> Iterator[None]:
-    """Let `model.target` name modules of the folder that the command was started in.
-
-    `python -m pcgsvc` has it on the path already, the `pcgsvc` script has not. Last, so that no
-    file there stands in for an installed package.
-    """
-    folder = os.getcwd()
-    added = "" not in sys.path and folder not in sys.path
-    if added:
-        sys.path.append(folder)
-    try:
-        yield
-    finally:
-        if added and folder in sys.path:
-            sys.path.remove(folder)
-
-
 def _complain(error: Exception) -> int:
     """Print an error that no job has logged, and return its code."""
+    text = str(error) if isinstance(error, ConfigError) else words_of(error)
     if isinstance(error, (ConfigError, HydraException, OmegaConfBaseException)):
-        text = str(error) if isinstance(error, ConfigError) else words_of(error)
-        _say(f"pcgsvc: {text}", error=True)
+        _print(f"pcgsvc: {text}", error=True)
         return BAD_CONFIG
-    _say(f"pcgsvc: {type(error).__name__}: {words_of(error)}", error=True)
+    _print(f"pcgsvc: {type(error).__name__}: {text}", error=True)
     return FAILED
 
 
-def _say(text: str, *, error: bool = False) -> None:
+def _print(text: str, *, error: bool = False) -> None:
     print(text, file=sys.stderr if error else sys.stdout)
 
 
 # ---- before Hydra --------------------------------------------------------------------------------
 
 
-class _Words(argparse.Namespace):
-    overrides: list[str]
-    multirun: bool
-    config_dir: str | None
-    config_path: str | None
-    config_name: str
-    help: bool
-    version: bool
-    only_hydra: bool
-
-    @property
-    def verbose(self) -> bool:
-        """Whether tracebacks are wanted; read here because composing itself may fail."""
-        values = [v for k, _, v in (o.partition("=") for o in self.overrides) if _is_verbose(k)]
-        return bool(values) and values[-1].lower() not in ("false", "null", "[]", "")
-
-
-def _is_verbose(key: str) -> bool:
-    return key.lstrip("+") == "hydra.verbose"
-
-
-def _read_words(argv: Sequence[str]) -> _Words:
-    """Read what pcgsvc must know of Hydra's command line; Hydra reads it again."""
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line with Hydra's parser; Hydra reads it again."""
     parser = argparse.ArgumentParser(
         prog="pcgsvc",
         usage="pcgsvc [-m] [--config-dir DIR] [setting=value ...] (pcgsvc --help lists all)",
+        parents=[get_args_parser()],
         add_help=False,
         allow_abbrev=False,
+        conflict_handler="resolve",
     )
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--config-name", "-cn", default="config")
-    parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--version", action="store_true")
-    parser.add_argument("--run", "-r", action="store_true")
-    for flags in (("--hydra-help",), ("--resolve",), ("--shell-completion", "-sc")):
-        parser.add_argument(*flags, dest="only_hydra", action="store_true")
-    parser.add_argument("--cfg", "-c")
-    parser.add_argument("--info", "-i", nargs="?", const="all")
-    parser.add_argument("--experimental-rerun")
-    words = parser.parse_intermixed_args(list(argv), namespace=_Words())
-    only = (words.cfg, words.info, words.experimental_rerun)
-    words.only_hydra = words.only_hydra or any(word is not None for word in only)
-    return words
+    parser.add_argument("--version", action="store_true")  # ours, in place of Hydra's
+    parser.set_defaults(config_name="config")
+    return parser.parse_intermixed_args(list(argv))
+
+
+def _is_for_hydra(words: argparse.Namespace) -> bool:
+    """Whether Hydra shows something of its own and runs no job, or runs one again."""
+    own = (words.hydra_help, words.resolve, words.shell_completion, words.cfg, words.info)
+    return any(own) or words.experimental_rerun is not None
+
+
+def _is_verbose(argv: Sequence[str]) -> bool:
+    """Whether `hydra.verbose` asks for tracebacks; composing it may be what failed."""
+    pairs = (word.partition("=") for word in argv)
+    values = [value for key, _, value in pairs if key.lstrip("+") == "hydra.verbose"]
+    return bool(values) and values[-1].lower() not in ("false", "null", "[]", "")
 
 
 def _groups() -> dict[str, list[str]]:
@@ -173,7 +133,7 @@ def _groups() -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def _check(words: _Words) -> Command:
+def _check(words: argparse.Namespace) -> Command:
     """Compose every job and check all of it that can be checked without building."""
     from pcgsvc.jobs.preflight import check_command
 
@@ -190,7 +150,7 @@ def _check(words: _Words) -> Command:
     return command
 
 
-def _explain(words: _Words) -> int:
+def _explain(words: argparse.Namespace) -> int:
     from pcgsvc.jobs.explain import explain
     from pcgsvc.report.tables import console
 
@@ -209,7 +169,7 @@ class _PackagedSettings(SearchPathPlugin):
         search_path.append(provider="pcgsvc", path=CONFIG_MODULE)
 
 
-def _hand_over(argv: Sequence[str], words: _Words, command: Command | None) -> int:
+def _hand_over(argv: Sequence[str], words: argparse.Namespace, command: Command | None) -> int:
     """Let Hydra run the job or the sweep, or show what it was asked for; return the exit code."""
     from pcgsvc.jobs.sweep.task import run_task
     from pcgsvc.jobs.sweep.whole import run_sweep
@@ -237,41 +197,26 @@ def _hand_over(argv: Sequence[str], words: _Words, command: Command | None) -> i
     return max(codes, default=OK)
 
 
-def _run(entry: Callable[[], Any], argv: Sequence[str], setting: str) -> None:
-    with _hydra_raises(), _argv(argv):
-        try:
-            entry()
-        except OSError as error:  # a job's own are caught where it runs
-            raise ConfigError(
-                f"{setting}: the output folder cannot be made or written: {error}"
-            ) from error
+def _run(entry: Callable[[], object], argv: Sequence[str], setting: str) -> None:
+    """Call Hydra's entry with a command line; its own errors reach `main`."""
+    line, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [line[0], *argv]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        entry()
+    except OSError as error:  # a job's own are caught where it runs
+        raise ConfigError(
+            f"{setting}: the output folder cannot be made or written: {error}"
+        ) from error
+    finally:
+        sys.argv = line
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
 def _without_config_dir(argv: Sequence[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     return parser.parse_known_args(list(argv))[1]
-
-
-@contextlib.contextmanager
-def _argv(argv: Sequence[str]) -> Iterator[None]:
-    """Give Hydra the command line where it looks for it."""
-    before, sys.argv = sys.argv, [sys.argv[0], *argv]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-@contextlib.contextmanager
-def _hydra_raises() -> Iterator[None]:
-    """Let errors of Hydra itself (an output folder that it cannot make) reach `main`."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = before

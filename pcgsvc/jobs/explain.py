@@ -1,7 +1,6 @@
-"""`job=config`: what a setting means, what it is, who set it, and whether it is in cache keys.
+"""`job=config`: what a setting means, its value, what set it, and whether it is in cache keys.
 
-In: overrides as on the command line. Out: text on a console; nothing is written. Knows nothing of
-models or graphs.
+In: overrides as on the command line. Out: text on a console; nothing is written.
 """
 
 from __future__ import annotations
@@ -36,27 +35,22 @@ def explain(
     )
     name = config.config.explain
     settings = list(walk())
-    if name is None:
-        _table(out, settings, origins)
-        return
-    one = [s for s in settings if s.path == name]
-    if one:
-        _full(out, one[0], origins[name])
-        return
-    group = [s for s in settings if s.path.startswith(f"{name}.")]
-    if not group:
-        raise ConfigError(_unknown(name, [s.path for s in settings]))
-    _table(out, group, origins)
+    chosen = [s for s in settings if name is None or f"{s.path}.".startswith(f"{name}.")]
+    if not chosen:
+        raise ConfigError(_unknown(str(name), [s.path for s in settings]))
+    if chosen[0].path == name:
+        _full(out, chosen[0], origins[name])
+    else:
+        _table(out, chosen, origins)
 
 
 def _unknown(name: str, paths: Sequence[str]) -> str:
-    """Return the message for a name that there is not: near names, by their last part as well."""
+    """Return the message for an unknown name: near names, by their last part as well."""
     groups = sorted({p.rpartition(".")[0] for p in paths} - {""})
-    last = name.rpartition(".")[2]
-    near = [p for p in paths if p.rpartition(".")[2] == last]
+    ends = dict.fromkeys(p.rpartition(".")[2] for p in paths)
+    alike = difflib.get_close_matches(name.rpartition(".")[2], ends, n=3)
+    near = [p for end in alike for p in paths if p.rpartition(".")[2] == end]
     near += difflib.get_close_matches(name, [*paths, *groups], n=4)
-    ends = {p.rpartition(".")[2]: p for p in paths}
-    near += [ends[m] for m in difflib.get_close_matches(last, list(ends), n=3)]
     meant = list(dict.fromkeys(near))[:5]
     hint = f"; did you mean {' or '.join(meant)}?" if meant else "."
     return (
@@ -110,4 +104,4 @@ def _table(out: Console, settings: Sequence[Setting], origins: dict[str, Origin]
         known = "yes" if key_reason(setting.path) is None else "no"
         table.add_row(setting.path, escape(value), escape(origin.set_by), known)
     out.print(table)
-    out.print("job=config config.explain=SETTING says more of one", style="dim")
+    out.print("job=config config.explain=SETTING explains one in full", style="dim")

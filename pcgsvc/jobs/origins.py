@@ -1,15 +1,15 @@
-"""Who set each setting: the defaults, a YAML file, the command line, the environment, or pcgsvc.
+"""What set each setting: the defaults, a YAML file, the command line, the environment, or pcgsvc.
 
 In: overrides as on the command line. Out: a `Config`, and one `Origin` per setting. Asks Hydra for
-the list of files that it lays over each other, and looks each setting up in them.
+the list of files that it merges, and looks each setting up in them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -19,13 +19,15 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from pcgsvc.cache.root import ENVIRONMENT_NAME, find_root
-from pcgsvc.config import Config, ModelConfig, resolve, to_dict
+from pcgsvc.config import Config, ModelConfig, to_dict
 from pcgsvc.config.compose import SCHEMA, from_tree, load_tree, open_loader, readable
 from pcgsvc.config.devices import device_of
 from pcgsvc.config.settings import walk
-from pcgsvc.models import encoder, llama_moe, minilm, smollm2
-from pcgsvc.models.llama_dims import explicit_dims, preset_dims
-from pcgsvc.sizing.auto import with_sizes
+from pcgsvc.models import encoder, llama_moe
+from pcgsvc.models.dims import explicit_dims
+from pcgsvc.models.fetched import FETCHED, find_weights
+from pcgsvc.models.llama_dims import preset_dims
+from pcgsvc.sizing.resolve import resolve_config
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,13 @@ class Origin:
     value: Any
     """What is used: a word, a number, a list; None: worked out while building."""
     set_by: str
-    """Who set it, for people."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One YAML file that is laid over those before it."""
-
-    words: str
-    content: Mapping[str, Any]
+    """What set it, for people."""
 
 
 def compose_with_origins(
     overrides: Sequence[str], *, config_dir: str | None = None, config_name: str = "config"
 ) -> tuple[Config, dict[str, Origin]]:
-    """Compose one config and say who set each of its settings.
+    """Compose one config and find what set each of its settings.
 
     Raises:
         ConfigError: as `compose.compose`; or the device does not exist.
@@ -60,15 +54,14 @@ def compose_with_origins(
             words = ["hydra.job.name=pcgsvc", *overrides]
             listed = loader.compute_defaults_list(config_name, words, RunMode.RUN)
             layers = _layers(loader, listed.defaults, overrides)
-        on_line = [o for o in listed.config_overrides if not _is_hydra(o)]
-    composed, resolved = _flat(to_dict(config)), _flat(to_dict(_resolved(config)))
+    composed, resolved = to_dict(config), to_dict(resolve_config(config).config)
     origins = {}
-    for setting in walk():
-        path = setting.path
-        by = _set_by(path, layers, on_line)
-        value = resolved[path]
-        if value != composed[path]:
-            by = f"pcgsvc, for device={device_of(config).type} ({by}: {_word(composed[path])})"
+    for path in (setting.path for setting in walk()):
+        by = _set_by(path, layers, listed.config_overrides)
+        before, value = _at(composed, path), _at(resolved, path)
+        if value != before:
+            word = "null" if before is None else before
+            by = f"pcgsvc, for device={device_of(config).type} ({by}: {word})"
         elif value is None or value == "auto":
             value, found = _outside(path, config)
             by = found or by
@@ -76,21 +69,13 @@ def compose_with_origins(
     return config, origins
 
 
-def _resolved(config: Config) -> Config:
-    return resolve(with_sizes(config)[0], device_type=device_of(config).type)
-
-
-def _is_hydra(override: Override) -> bool:
-    return override.key_or_group.split(".")[0].split("/")[0] == "hydra"
-
-
 # ---- files ---------------------------------------------------------------------------------------
 
 
 def _layers(
     loader: ConfigLoaderImpl, defaults: Sequence[ResultDefault], overrides: Sequence[str]
-) -> list[_Layer]:
-    """Return the files that Hydra composes, in order, each with what it sets by dotted name."""
+) -> list[tuple[str, Any]]:
+    """Return the files that Hydra composes, in order: in words, and what each sets as a tree."""
     found = []
     for default in defaults:
         path = default.config_path
@@ -99,13 +84,18 @@ def _layers(
         loaded = loader.repository.load_config(path)
         if loaded is None or not OmegaConf.is_dict(loaded.config):
             continue
-        tree = OmegaConf.to_container(loaded.config, resolve=False)
-        assert isinstance(tree, dict)
-        content = _flat({str(k): v for k, v in tree.items() if k not in ("defaults", "hydra")})
-        package = f"{default.package}." if default.package else ""
-        words = f"{_file(loaded.provider, path)}{_choice(path, overrides)}"
-        found.append(_Layer(words, {f"{package}{k}": v for k, v in content.items()}))
+        tree: Any = OmegaConf.to_container(loaded.config, resolve=False)
+        for group in reversed((default.package or "").split(".")):
+            tree = {group: tree} if group else tree
+        found.append((f"{_file(loaded.provider, path)}{_choice(path, overrides)}", tree))
     return found
+
+
+def _at(tree: Any, path: str) -> Any:
+    """Return what a tree holds at a dotted path; KeyError or TypeError: nothing."""
+    for name in path.split("."):
+        tree = tree[name]
+    return tree
 
 
 def _file(provider: str | None, path: str) -> str:
@@ -123,16 +113,15 @@ def _choice(path: str, overrides: Sequence[str]) -> str:
     return ""
 
 
-def _set_by(path: str, layers: Sequence[_Layer], overrides: Sequence[Override]) -> str:
-    """Return who had the last word on a setting."""
+def _set_by(path: str, layers: Sequence[tuple[str, Any]], overrides: Sequence[Override]) -> str:
+    """Return what set a setting last."""
     for override in reversed(overrides):
         key = override.key_or_group
         if path == key or path.startswith(f"{key}.") or key.startswith(f"{path}."):
             return f"command line ({override.input_line})"
-    for layer in reversed(layers):
-        names = [n for n in layer.content if n == path or n.startswith(f"{path}.")]
-        if names:
-            return layer.words + _environment(layer.content[names[0]])
+    for words, tree in reversed(layers):
+        with contextlib.suppress(KeyError, TypeError):
+            return f"{words}{_environment(_at(tree, path))}"
     return "default"
 
 
@@ -142,13 +131,8 @@ def _environment(value: Any) -> str:
     return f", from the environment ({', '.join(names)})" if names else ""
 
 
-# ---- what no file says ---------------------------------------------------------------------------
+# ---- what no file sets ---------------------------------------------------------------------------
 
-_FOUND: dict[str, Callable[[ModelConfig], Path]] = {
-    "smollm2": smollm2.find_weights,
-    "minilm": minilm.find_weights,
-}
-"""Families whose weights lie in the models directory."""
 _PRESETS: dict[str, Callable[[ModelConfig], Any]] = {
     "llama": preset_dims,
     "llama_moe": lambda model: preset_dims(model, llama_moe.PRESETS),
@@ -158,37 +142,18 @@ _PRESETS: dict[str, Callable[[ModelConfig], Any]] = {
 
 
 def _outside(path: str, config: Config) -> tuple[Any, str | None]:
-    """Return what stands in for a setting that is left open, and who chooses it."""
+    """Return what is used for a setting that is left open, and what chooses it."""
     if path == "device":
         return str(device_of(config)), "pcgsvc: what this machine has"
     if path == "cache.dir":
         root, source = find_root()
         known = f"environment ({source})" if source == ENVIRONMENT_NAME else f"pcgsvc: {source}"
         return str(root), known
-    if path == "model.weights" and config.model.name in _FOUND:
-        return str(_FOUND[config.model.name](config.model)), "environment or user's data folder"
+    if path == "model.weights" and config.model.name in FETCHED:
+        return str(find_weights(config.model)), "environment or user's data folder"
     group, _, name = path.partition(".")
     if group == "model" and config.model.name in _PRESETS and config.model.weights is None:
         dims = _PRESETS[config.model.name](config.model)
-        if hasattr(dims, name) and name not in explicit_dims(config.model):
+        if hasattr(dims, name) and name not in explicit_dims(config.model, type(dims)):
             return getattr(dims, name), f"model.preset={config.model.preset}"
     return None, None
-
-
-_FREE = ("compiler.options", "model.kwargs", "model.inputs")
-"""Settings that are mappings of names which are no settings."""
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        dotted = f"{prefix}{name}"
-        if isinstance(value, Mapping) and dotted not in _FREE:
-            found |= _flat(value, f"{dotted}.")
-        else:
-            found[dotted] = value
-    return found
-
-
-def _word(value: Any) -> str:
-    return "null" if value is None else str(value)

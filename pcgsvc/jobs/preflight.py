@@ -1,4 +1,4 @@
-"""Everything about a config that can be judged without building, before any output is written.
+"""Every check of a config that needs no build, before any output is written.
 
 In: a composed command. Out: nothing, or a `ConfigError`. Knows nothing of Hydra.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pcgsvc.cache.root import check_root, find_root
-from pcgsvc.config import CacheAction, CacheMode, Config, Job, resolve, validate
+from pcgsvc.cache.root import check_place
+from pcgsvc.config import CacheAction, Config, Job
 from pcgsvc.config.compose import Command
-from pcgsvc.config.devices import device_of, dtype_of, is_here
+from pcgsvc.config.devices import dtype_of, is_here
 from pcgsvc.errors import CacheError, ConfigError, near
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.backends import find_backend
@@ -22,13 +22,13 @@ from pcgsvc.ops.support import Support
 from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plots import has_matplotlib
-from pcgsvc.sizing.auto import plan_for, with_sizes
+from pcgsvc.sizing.auto import plan_for
 from pcgsvc.sizing.files import read_traffic
+from pcgsvc.sizing.resolve import resolve_config
 from pcgsvc.torch_private import op_exists
 
 _ENCODERS = ("encoder", "minilm")
 """Families that give sentence vectors and have no KV cache."""
-
 
 _WITH_CACHE = (Job.RUN, Job.COMPILE, Job.CACHE)
 """Jobs that open the disk cache."""
@@ -61,10 +61,8 @@ def check_command(command: Command) -> None:
 
 def check(config: Config) -> None:
     """Raise `ConfigError` for a config that cannot be built."""
-    device = device_of(config)
-    config, _ = with_sizes(config)
-    resolved = resolve(config, device_type=device.type)
-    validate(resolved, device_type=device.type)
+    found = resolve_config(config)
+    resolved, device = found.config, found.device
     if resolved.dtype is not None:
         dtype_of(resolved)
     validate_model(resolved)
@@ -72,10 +70,10 @@ def check(config: Config) -> None:
     if is_here(device):  # else it is planned for, and its kernels need not load
         backend.check(device)
     _check_op_names(resolved)
-    _check_paths(resolved)
+    _check_unread(resolved)
+    _check_outputs(resolved)
     _check_prompt(resolved)
-    _check_compare(resolved)
-    _check_traffic(config)
+    _check_inputs(config)
     _check_strict(resolved)
 
 
@@ -89,19 +87,22 @@ def _check_sweep(config: Config) -> None:
     _check_picture(config)
 
 
-def _check_compare(config: Config) -> None:
-    """Read the reports that are to be compared, before anything is written."""
-    if config.job is not Job.COMPARE:
-        if config.compare.reports:
-            raise ConfigError(
-                f"compare.reports: set, but job={config.job.value} does not read it; use "
-                "job=compare."
-            )
-        return
-    if config.report is not None:
+def _check_unread(config: Config) -> None:
+    """Refuse settings that the job would ignore."""
+    job = config.job
+    if config.compare.reports and job is not Job.COMPARE:
+        raise ConfigError(
+            f"compare.reports: set, but job={job.value} does not read it; use job=compare."
+        )
+    if config.traffic is not None and job not in (Job.RUN, Job.SIZES):
+        raise ConfigError(
+            f"traffic: job={job.value} does not read it; use job=run to replay it, or job=sizes to "
+            "choose sizes for it."
+        )
+    if config.prompt is not None and job is not Job.RUN:
+        raise ConfigError(f"prompt: job={job.value} runs no model; use job=run.")
+    if config.report is not None and job is Job.COMPARE:
         raise ConfigError("report: job=compare writes none; its files go to hydra.run.dir.")
-    read_reports(config.compare.reports)
-    _check_picture(config)
 
 
 def _check_picture(config: Config, name: str = "sweep.png") -> None:
@@ -148,29 +149,24 @@ def _check_op_names(config: Config) -> None:
                 )
 
 
-def _check_paths(config: Config) -> None:
+def _check_outputs(config: Config) -> None:
     """Find out before the work, not after it, that its results cannot be written."""
     if config.report is not None:
-        path = Path(config.report)
-        if not config.report or path.is_dir():
-            raise ConfigError(f"report: got {config.report!r}, the path of a file is needed.")
-        _check_folder("report", path.absolute().parent)
+        _check_file("report", config.report)
     if config.debug.dump_dir is not None:
         _check_folder("debug.dump_dir", Path(config.debug.dump_dir).absolute())
-    if config.cache.mode is not CacheMode.OFF and config.job in _WITH_CACHE:
-        root, source = find_root(config.cache.dir)
+    if config.job in _WITH_CACHE:
         try:
-            check_root(root, source)
+            check_place(config.cache, needed=config.job is Job.CACHE)
         except CacheError as error:
             raise ConfigError(str(error)) from error
     if config.job is Job.CACHE:
-        _check_cache_job(config)
+        check_cache_job(config)
 
 
-def _check_cache_job(config: Config) -> None:
+def check_cache_job(config: Config) -> None:
+    """Refuse a cache that is off, and a bundle that cannot be read or written."""
     cache = config.cache
-    if cache.mode is CacheMode.OFF:
-        raise ConfigError("cache.mode: got 'off' with job=cache; there is no cache to look at.")
     if cache.action not in (CacheAction.EXPORT, CacheAction.IMPORT):
         return
     if not cache.file:
@@ -178,54 +174,52 @@ def _check_cache_job(config: Config) -> None:
             f"cache.file: cache.action={cache.action.value} needs the path of a bundle, e.g. "
             "cache.file=programs.tar."
         )
-    path = Path(cache.file).absolute()
-    if cache.action is CacheAction.IMPORT:
-        if not path.is_file():
-            raise ConfigError(f"cache.file: there is no file '{path}' to import.")
-    elif path.is_dir():
-        raise ConfigError(f"cache.file: got {cache.file!r}, the path of a file is needed.")
-    else:
-        _check_folder("cache.file", path.parent)
+    if cache.action is CacheAction.EXPORT:
+        _check_file("cache.file", cache.file)
+    elif not Path(cache.file).is_file():
+        path = Path(cache.file).absolute()
+        raise ConfigError(f"cache.file: there is no file '{path}' to import.")
+
+
+def _check_file(setting: str, name: str) -> None:
+    """Refuse a path where no file can be written."""
+    path = Path(name).absolute()
+    if not name or path.is_dir():
+        raise ConfigError(f"{setting}: got {name!r}, the path of a file is needed.")
+    _check_folder(setting, path.parent)
 
 
 def _check_folder(setting: str, folder: Path) -> None:
     """Refuse a folder that neither exists nor can be made."""
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    if not there.is_dir():
-        raise ConfigError(f"{setting}: '{there}' is no folder; name another place.")
-    if not os.access(there, os.W_OK | os.X_OK) or _is_kernels(there):
-        raise ConfigError(f"{setting}: '{there}' cannot be written; name another place.")
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{setting}: '{existing}' is no folder; name another place.")
+    # No file can be made in /proc and /sys, whatever `access` says.
+    is_kernels = Path(os.path.realpath(existing)).parts[1:2] in (("proc",), ("sys",))
+    if is_kernels or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: '{existing}' cannot be written; name another place.")
 
 
-def _is_kernels(folder: Path) -> bool:
-    """Whether a folder is of /proc or /sys, where no file can be made whatever `access` says."""
-    return Path(os.path.realpath(folder)).parts[1:2] in (("proc",), ("sys",))
-
-
-def _check_traffic(config: Config) -> None:
-    """Read the traffic file before the work that it is for.
+def _check_inputs(config: Config) -> None:
+    """Read reports and traffic before the work that they are for.
 
     Args:
         config: not resolved, as `job=sizes` reads it: no `capture.max_size` is no limit.
     """
-    if config.job is Job.SIZES:
+    if config.job is Job.COMPARE:
+        read_reports(config.compare.reports)
+        _check_picture(config)
+    elif config.job is Job.SIZES:
         plan_for(config, {})
         _check_picture(config, "sizes.png")
     elif config.traffic is not None:
-        if config.job is not Job.RUN:
-            raise ConfigError(
-                f"traffic: job={config.job.value} does not read it; use job=run to replay it, or "
-                "job=sizes to choose sizes for it."
-            )
         read_traffic(config.traffic).as_dispatched(config.capture.uniform_query_len)
 
 
 def _check_prompt(config: Config) -> None:
-    """Refuse a prompt that would be ignored, or for which there can be no tokenizer."""
+    """Refuse a prompt for which there can be no tokenizer."""
     if config.prompt is None:
         return
-    if config.job is not Job.RUN:
-        raise ConfigError(f"prompt: job={config.job.value} runs no model; use job=run.")
     if config.model.name in _ENCODERS:
         raise ConfigError(
             f"prompt: model={config.model.name} continues no text, it gives sentence vectors: in "

@@ -21,13 +21,13 @@ from pcgsvc.forward.request import make_samples
 from pcgsvc.jobs.cache import cache_job
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.plan.section import plan_report
-from pcgsvc.jobs.sizes.job import sizes_job
+from pcgsvc.jobs.sizes.recommend import sizes_job
 from pcgsvc.jobs.sizes.replay import replay
 from pcgsvc.models.request import request_of
 from pcgsvc.ops.expert_group import rank_of_process, uses_group
 from pcgsvc.pipeline import build_from_config, compile_only
 from pcgsvc.report.comparison import show_and_write
-from pcgsvc.report.existing import read_reports, rows_of
+from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plan_files import draw_plan, picture_problem
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import write_report
@@ -70,7 +70,7 @@ def _cache(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 
 def _compare(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     """Compare existing reports; the files go where a report would."""
-    rows = rows_of(read_reports(config.compare.reports))
+    rows = read_reports(config.compare.reports)
     title = f"comparison of {len(rows)} report{'s' if len(rows) > 1 else ''}"
     show_and_write(out, title, rows, report_path.parent)
     return {}

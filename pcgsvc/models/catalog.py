@@ -17,13 +17,16 @@ from pcgsvc import torch_private
 from pcgsvc.config import Config, ModelConfig, to_dict
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.forward.bundle import ModelBundle, Tokenizer
-from pcgsvc.models import encoder, encoder_family, llama_moe, smollm2, two_regions
+from pcgsvc.models import encoder, encoder_family, llama_moe, two_regions
 from pcgsvc.models import module as users
-from pcgsvc.models.checkpoint import Checkpoint, check_explicit, load_weights, open_checkpoint
+from pcgsvc.models.checkpoint import LlamaCheckpoint, open_checkpoint
+from pcgsvc.models.fetched import find_weights
 from pcgsvc.models.hf import family as hf
-from pcgsvc.models.llama import Llama, initialize
+from pcgsvc.models.language import language_bundle
+from pcgsvc.models.llama import Llama
 from pcgsvc.models.llama_dims import LlamaDims, preset_dims
 from pcgsvc.models.tokenizer import GgufTokenizer, unsupported
+from pcgsvc.models.weights import check_explicit, initialize, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +94,7 @@ def _find_family(model: ModelConfig) -> Family:
     family = table.get(model.name)
     if family is None:
         raise ConfigError(
-            f"model: got {model.name!r}{near(model.name, table) or '.'} "
-            f"Choices: {', '.join(table)}."
+            f"model: got {model.name!r}{near(model.name, table)} Choices: {', '.join(table)}."
         )
     unset = ModelConfig()
     for f in fields(ModelConfig):
@@ -116,14 +118,20 @@ def _find_family(model: ModelConfig) -> Family:
 # ---- language models -----------------------------------------------------------------------------
 
 
-def _open_llama(config: Config) -> LlamaDims | Checkpoint:
+def _open_llama(config: Config) -> LlamaDims | LlamaCheckpoint:
     """Return the preset's dimensions, or the checkpoint that `model.weights` names."""
     model = config.model
     return preset_dims(model) if model.weights is None else _open(model, model.weights)
 
 
-def _open_smollm2(config: Config) -> Checkpoint:
-    checkpoint = _open(config.model, smollm2.find_weights(config.model))
+def _open_smollm2(config: Config) -> LlamaCheckpoint:
+    path = find_weights(config.model)
+    if path.suffix != ".gguf":
+        raise ConfigError(
+            f"model.weights: got '{path}'; model=smollm2 needs a .gguf file, which has the "
+            "tokenizer in it. Use model=llama for other checkpoints."
+        )
+    checkpoint = _open(config.model, path)
     reason = unsupported(checkpoint.metadata)
     if reason is not None:
         raise ConfigError(
@@ -133,7 +141,7 @@ def _open_smollm2(config: Config) -> Checkpoint:
     return checkpoint
 
 
-def _open(model: ModelConfig, weights: str | Path) -> Checkpoint:
+def _open(model: ModelConfig, weights: str | Path) -> LlamaCheckpoint:
     checkpoint = open_checkpoint(weights)
     check_explicit(model, checkpoint)
     return checkpoint
@@ -144,7 +152,7 @@ def _build_llama(config: Config, device: torch.device, dtype: torch.dtype) -> Mo
     if isinstance(source, LlamaDims):
         module = Llama(source, device=device, dtype=dtype)
         initialize(module, config.seed)
-        return _bundle(module, device, None)
+        return _bundle(module, None)
     reason = unsupported(source.metadata)
     if reason is not None:
         logger.info("no tokenizer, so prompts cannot be served: %s", reason)
@@ -152,7 +160,7 @@ def _build_llama(config: Config, device: torch.device, dtype: torch.dtype) -> Mo
 
 
 def _build_llama_moe(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
-    return _bundle(llama_moe.build(config, device, dtype), device, None)
+    return _bundle(llama_moe.build(config, device, dtype), None)
 
 
 def _build_smollm2(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
@@ -161,28 +169,17 @@ def _build_smollm2(config: Config, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _load(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: Tokenizer | None
+    checkpoint: LlamaCheckpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    tokenizer: Tokenizer | None,
 ) -> ModelBundle:
     module = Llama(checkpoint.dims, device=device, dtype=dtype)
     if not torch_private.shapes_only():
         load_weights(module, checkpoint)
-    return _bundle(module, device, tokenizer)
+    return _bundle(module, tokenizer)
 
 
-def _bundle(module: Llama, device: torch.device, tokenizer: Tokenizer | None) -> ModelBundle:
+def _bundle(module: Llama, tokenizer: Tokenizer | None) -> ModelBundle:
     dims = module.dims
-
-    def make_inputs(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Random tokens at the positions 0, 1, …, again from 0 past the last one."""
-        ids = torch.randint(dims.vocab_size, (rows,), generator=generator, device=generator.device)
-        positions = torch.arange(rows, device=device) % dims.max_position
-        return {"input_ids": ids.to(device), "positions": positions}
-
-    return ModelBundle(
-        module=module,
-        make_inputs=make_inputs,
-        dynamic_dims={"input_ids": 0, "positions": 0},
-        attention=dims.attention_spec(),
-        tokenizer=tokenizer,
-        is_language_model=True,
-    )
+    return language_bundle(module, dims.attention_spec(), dims.vocab_size, tokenizer=tokenizer)

@@ -1,29 +1,24 @@
 """A Llama checkpoint on disk: its dimensions, and its tensors under our fused names.
 
-In: a path to `.gguf`, `.safetensors` or a directory with safetensors. Out: `Checkpoint`, of which
-everything but the tensors' values has been checked. Knows nothing of the two file formats.
+In: a path to `.gguf`, `.safetensors` or a directory with safetensors. Out: `LlamaCheckpoint`, of
+which everything but the tensors' values has been checked. Knows nothing of the two file formats.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from pcgsvc.config import ModelConfig
 from pcgsvc.errors import ConfigError
+from pcgsvc.models.files import Shape, check_tensors
 from pcgsvc.models.gguf_llama import GgufLlama
-from pcgsvc.models.llama import Llama
-from pcgsvc.models.llama_dims import LlamaDims, explicit_dims
+from pcgsvc.models.llama_dims import LlamaDims
 from pcgsvc.models.safetensors_llama import SafetensorsLlama
-
-logger = logging.getLogger(__name__)
+from pcgsvc.models.weights import Checkpoint
 
 SUFFIXES = (".gguf", ".safetensors")
 """What a checkpoint file's name may end in."""
@@ -43,7 +38,7 @@ class WeightSource(Protocol):
     """Llama weights in some file format, by transformers' names and in transformers' layout."""
 
     dims: LlamaDims
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, Shape]
     metadata: dict[str, Any]
 
     def own_name(self, name: str) -> str:
@@ -53,24 +48,16 @@ class WeightSource(Protocol):
         """Return one tensor on the CPU."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """An opened checkpoint: complete, of the shapes that its dimensions ask for."""
+@dataclass(frozen=True, kw_only=True)
+class LlamaCheckpoint(Checkpoint):
+    """An opened checkpoint of a Llama."""
 
-    path: Path
     dims: LlamaDims
     metadata: Mapping[str, Any]
     """GGUF metadata; empty for safetensors."""
-    _source: WeightSource
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (our name, tensor on the CPU in the file's dtype, or fp32 if it is quantised)."""
-        for name, parts in _parts(self.dims).items():
-            tensors = [self._source.read(part) for part in parts]
-            yield name, tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def open_checkpoint(weights: str | Path) -> Checkpoint:
+def open_checkpoint(weights: str | Path) -> LlamaCheckpoint:
     """Read a checkpoint's header and check it whole; no tensor is read but a duplicate head.
 
     Raises:
@@ -94,54 +81,13 @@ def open_checkpoint(weights: str | Path) -> Checkpoint:
         source: WeightSource = GgufLlama(path) if path.suffix == ".gguf" else SafetensorsLlama(path)
     except OSError as error:
         raise ConfigError(f"model.weights: '{path}' cannot be read: {error}.") from error
-    _check_tensors(path, source)
-    return Checkpoint(path, source.dims, source.metadata, source)
-
-
-class Opened(Protocol):
-    """An opened checkpoint of any family."""
-
-    @property
-    def path(self) -> Path:
-        """Where it lies."""
-
-    @property
-    def dims(self) -> Any:
-        """Its dimensions, by the names of `model.*`."""
-
-
-def check_explicit(model: ModelConfig, checkpoint: Opened) -> None:
-    """Raise ConfigError if the config sets a dimension that the checkpoint contradicts."""
-    for name, value in explicit_dims(model).items():
-        there = getattr(checkpoint.dims, name)
-        # GGUF stores floats in fp32, which 1e-5 and most bases do not fit exactly.
-        same = math.isclose(value, there, rel_tol=1e-6) if type(value) is float else value == there
-        if not same:
-            raise ConfigError(
-                f"model.{name}: got {value}, but '{checkpoint.path}' has {there}; "
-                f"leave model.{name} out."
-            )
-    if model.preset != ModelConfig().preset:
-        raise ConfigError(
-            f"model.preset: got {model.preset!r}, but the dimensions come from "
-            f"'{checkpoint.path}'; leave model.preset out."
-        )
-
-
-def load_weights(module: Llama, checkpoint: Checkpoint) -> None:
-    """Copy the checkpoint's tensors into the module, in its dtype and on its device."""
-    start = time.perf_counter()
-    parameters = dict(module.named_parameters())
-    total = 0
-    for name, tensor in checkpoint.tensors():
-        parameters.pop(name).data.copy_(tensor)
-        total += tensor.numel()
-    assert not parameters, f"parameters that no checkpoint tensor fills: {list(parameters)}"
-    logger.info(
-        "weights: %.1f M values from %s, %.1f s",
-        total / 1e6,
-        checkpoint.path,
-        time.perf_counter() - start,
+    _check_whole(path, source)
+    return LlamaCheckpoint(
+        path=path,
+        dims=source.dims,
+        parts=_parts(source.dims),
+        read=source.read,
+        metadata=source.metadata,
     )
 
 
@@ -160,7 +106,7 @@ def _parts(dims: LlamaDims) -> dict[str, tuple[str, ...]]:
     return parts
 
 
-def _expected_shapes(dims: LlamaDims) -> dict[str, tuple[int, ...]]:
+def _expected_shapes(dims: LlamaDims) -> dict[str, Shape]:
     """Return the shape of every tensor, by transformers' names."""
     hidden, inner = dims.hidden_size, dims.intermediate_size
     q, kv = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
@@ -179,26 +125,14 @@ def _expected_shapes(dims: LlamaDims) -> dict[str, tuple[int, ...]]:
     return {name: by_module.get(name.split(".")[-2], (hidden,)) for name in names}
 
 
-def _check_tensors(path: Path, source: WeightSource) -> None:
-    expected, shapes = _expected_shapes(source.dims), dict(source.shapes)
-    if source.dims.tie_embeddings and "lm_head.weight" in shapes:
+def _check_whole(path: Path, source: WeightSource) -> None:
+    there = dict(source.shapes)
+    if source.dims.tie_embeddings and "lm_head.weight" in there:
         _check_duplicate_head(path, source)
-        del shapes["lm_head.weight"]
-    missing = sorted(source.own_name(name) for name in expected.keys() - shapes.keys())
-    surplus = sorted(source.own_name(name) for name in shapes.keys() - expected.keys())
-    for word, names in (("lacks", missing), ("has surplus", surplus)):
-        if names:
-            listed = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-            raise ConfigError(
-                f"model.weights: '{path}' {word} {len(names)} tensors: {listed}. A Llama of "
-                f"{source.dims.num_layers} layers has {len(expected)}; convert it again."
-            )
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise ConfigError(
-                f"model.weights: '{path}' has {source.own_name(name)} in the shape "
-                f"{list(shapes[name])}; its dimensions ask for {list(shape)}."
-            )
+        del there["lm_head.weight"]
+    model = f"A Llama of {source.dims.num_layers} layers"
+    needed = _expected_shapes(source.dims)
+    check_tensors(path, needed, there, own_name=source.own_name, model=model)
 
 
 def _check_duplicate_head(path: Path, source: WeightSource) -> None:

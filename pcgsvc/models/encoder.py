@@ -13,7 +13,7 @@ Source: BertModel of transformers 5.24 without its pooler.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,23 +21,9 @@ from torch import nn
 from torch.nn import functional
 
 from pcgsvc.config import AttentionConfig, Config, ModelConfig
-from pcgsvc.errors import ConfigError, near
+from pcgsvc.errors import ConfigError
+from pcgsvc.models.dims import check_numbers, dim_settings, explicit_dims, find_preset
 from pcgsvc.ops import encoder_attention as _attention_op  # noqa: F401 - registers the op
-
-SETTINGS = frozenset(
-    [
-        "preset",
-        "weights",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_layers",
-        "num_heads",
-        "max_position",
-        "norm_eps",
-    ]
-)
-"""The `model.*` settings that an encoder reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +41,7 @@ class EncoderDims:
 
     def __post_init__(self) -> None:
         """Check every range."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            kinds = (int,) if field.type == "int" else (int, float)
-            if type(value) not in kinds or not value > 0:
-                kind = "a whole number" if field.type == "int" else "a number"
-                raise ConfigError(f"model.{field.name}: got {value!r}, {kind} above 0 is needed.")
+        check_numbers(self)
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"model.num_heads: got {self.num_heads}, which does not divide "
@@ -68,6 +49,8 @@ class EncoderDims:
             )
 
 
+SETTINGS = frozenset({"preset", "weights", *dim_settings(EncoderDims)})
+"""The `model.*` settings that an encoder reads."""
 PRESETS: dict[str, EncoderDims] = {
     "tiny": EncoderDims(
         vocab_size=512,
@@ -98,15 +81,8 @@ PRESETS: dict[str, EncoderDims] = {
 
 def preset_dims(model: ModelConfig) -> EncoderDims:
     """Return the preset's dimensions, replaced by those that the config sets itself."""
-    preset = PRESETS.get(model.preset)
-    if preset is None:
-        raise ConfigError(
-            f"model.preset: got {model.preset!r}{near(model.preset, PRESETS)} "
-            f"Choices: {', '.join(PRESETS)}."
-        )
-    names = [f.name for f in fields(EncoderDims) if hasattr(model, f.name)]
-    own = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
-    return EncoderDims(**{**asdict(preset), **own})
+    preset = find_preset(model, PRESETS)
+    return EncoderDims(**asdict(preset) | explicit_dims(model, EncoderDims))
 
 
 def refuse_attention(config: Config) -> None:
@@ -165,7 +141,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The whole model. Weights are unset until `initialize` or `load_weights`."""
+    """The whole model. Its weights are unset; see `weights`."""
 
     def __init__(self, dims: EncoderDims, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -193,17 +169,3 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def initialize(module: Encoder, seed: int) -> None:
-    """Draw random weights in place: equal for equal seed, device type, dtype and dimensions.
-
-    Every layer matters, and no two parameters are alike, so that a mixed-up one shows.
-    """
-    device = next(module.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        vector = parameter.ndim == 1
-        mean = 1.0 if vector and not name.endswith("bias") else 0.0
-        std = 0.1 if vector else parameter.shape[-1] ** -0.5
-        parameter.data.normal_(mean, std, generator=generator)

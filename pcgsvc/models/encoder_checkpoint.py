@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from pcgsvc.errors import ConfigError
+from pcgsvc.models.dims import stated_dims
 from pcgsvc.models.encoder import Encoder, EncoderDims
-from pcgsvc.models.extras import require
-from pcgsvc.models.json_file import read_json
+from pcgsvc.models.files import Shape, check_stated, check_tensors, open_safetensors, read_json
+from pcgsvc.models.weights import Checkpoint
 
 _DIMS = {
     "vocab_size": "vocab_size",
@@ -59,26 +60,15 @@ _UNUSED = ("pooler.", "cls.", "embeddings.position_ids")
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
-@dataclass(frozen=True)
-class EncoderCheckpoint:
-    """An opened checkpoint: complete, of the shapes that its dimensions ask for."""
+@dataclass(frozen=True, kw_only=True)
+class EncoderCheckpoint(Checkpoint):
+    """An opened checkpoint of an encoder; `path` is its folder."""
 
-    path: Path
-    """The folder."""
     dims: EncoderDims
     max_length: int
     """Longest text in tokens, special ones included, as the checkpoint states it."""
     tokenizer: Path | None
     """The tokenizer's file, if there is one."""
-    _tensors: Any
-    _names: dict[str, str]
-    """transformers' name without a prefix: the file's name."""
-
-    def load_into(self, module: Encoder) -> None:
-        """Copy the tensors into the module, in its dtype and on its device."""
-        for name, parameter in module.named_parameters():
-            tensors = [self._tensors.get_tensor(self._names[part]) for part in parts_of(name)]
-            parameter.data.copy_(torch.cat(tensors))
 
 
 def open_encoder(weights: str | Path) -> EncoderCheckpoint:
@@ -104,16 +94,19 @@ def open_encoder(weights: str | Path) -> EncoderCheckpoint:
         )
     dims = _dims(folder / "config.json")
     _check_modules(folder)
-    tensors, names = _open_tensors(file)
-    _check_tensors(file, dims, tensors, names)
+    handle = open_safetensors(file, "encoder")
+    names = {name.removeprefix("bert."): name for name in handle.keys()}  # noqa: SIM118
+    names = {k: v for k, v in names.items() if not k.startswith(_UNUSED)}
+    _check_whole(file, dims, handle, names)
+    parts = {name: parts_of(name) for name in _own_shapes(dims)}
     tokenizer = folder / "tokenizer.json"
     return EncoderCheckpoint(
         path=folder,
         dims=dims,
         max_length=_max_length(folder, dims),
         tokenizer=tokenizer if tokenizer.is_file() else None,
-        _tensors=tensors,
-        _names=names,
+        parts=parts,
+        read=lambda part: handle.get_tensor(names[part]),
     )
 
 
@@ -128,20 +121,12 @@ def parts_of(name: str) -> list[str]:
 
 def _dims(path: Path) -> EncoderDims:
     data = read_json(path, dict)
-    for key, wanted in _STATED.items():
-        if data.get(key, wanted) != wanted:
-            raise ConfigError(
-                f"model.weights: '{path}' has {key}={data[key]!r}; this encoder has {wanted!r} "
-                "alone."
-            )
+    check_stated(path, data, _STATED, "this encoder")
     try:
-        return EncoderDims(**{ours: data[theirs] for ours, theirs in _DIMS.items()})
+        values = {ours: data[theirs] for ours, theirs in _DIMS.items()}
     except KeyError as error:
         raise ConfigError(f"model.weights: '{path}' does not state {error}.") from None
-    except ConfigError as error:
-        raise ConfigError(
-            f"model.weights: '{path}' states dimensions that cannot be: {error}"
-        ) from error
+    return stated_dims(EncoderDims, path, **values)
 
 
 def _check_modules(folder: Path) -> None:
@@ -172,37 +157,17 @@ def _max_length(folder: Path, dims: EncoderDims) -> int:
     return min(stated, dims.max_position) if isinstance(stated, int) else dims.max_position
 
 
-def _open_tensors(file: Path) -> tuple[Any, dict[str, str]]:
-    package = require("safetensors", "encoder")
-    try:
-        tensors = package.safe_open(str(file), framework="pt")
-    except (package.SafetensorError, OSError) as error:
-        raise ConfigError(
-            f"model.weights: '{file}' is truncated or damaged: {error}. Fetch it again."
-        ) from error
-    names = {name.removeprefix("bert."): name for name in tensors.keys()}  # noqa: SIM118
-    return tensors, {k: v for k, v in names.items() if not k.startswith(_UNUSED)}
-
-
-def _check_tensors(file: Path, dims: EncoderDims, tensors: Any, names: dict[str, str]) -> None:
+def _own_shapes(dims: EncoderDims) -> dict[str, Shape]:
+    """Return the shape of each of our parameters."""
     module = Encoder(dims, device=torch.device("meta"), dtype=torch.float32)
-    wanted: dict[str, list[int]] = {}
-    for name, parameter in module.named_parameters():
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def _check_whole(file: Path, dims: EncoderDims, handle: Any, names: dict[str, str]) -> None:
+    needed: dict[str, Shape] = {}
+    for name, (rows, *others) in _own_shapes(dims).items():
         parts = parts_of(name)
-        for part in parts:
-            wanted[part] = [parameter.shape[0] // len(parts), *parameter.shape[1:]]
-    missing, surplus = sorted(wanted.keys() - names.keys()), sorted(names.keys() - wanted.keys())
-    for word, found in (("lacks", missing), ("has surplus", surplus)):
-        if found:
-            listed = ", ".join(found[:6]) + (", …" if len(found) > 6 else "")
-            raise ConfigError(
-                f"model.weights: '{file}' {word} {len(found)} tensors: {listed}. An encoder of "
-                f"{dims.num_layers} layers has {len(wanted)}."
-            )
-    for name, shape in wanted.items():
-        there = list(tensors.get_slice(names[name]).get_shape())
-        if there != shape:
-            raise ConfigError(
-                f"model.weights: '{file}' has {names[name]} in the shape {there}; its dimensions "
-                f"ask for {shape}."
-            )
+        needed |= dict.fromkeys(parts, (rows // len(parts), *others))
+    there = {n: tuple(handle.get_slice(own).get_shape()) for n, own in names.items()}
+    model = f"An encoder of {dims.num_layers} layers"
+    check_tensors(file, needed, there, own_name=lambda name: names.get(name, name), model=model)

@@ -7,6 +7,7 @@ or graphs.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 
@@ -14,10 +15,11 @@ from pcgsvc import torch_private
 from pcgsvc.config import Config
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.bundle import EmbeddingSpec, ModelBundle
-from pcgsvc.models import minilm
-from pcgsvc.models.checkpoint import check_explicit
-from pcgsvc.models.encoder import Encoder, EncoderDims, initialize, preset_dims, refuse_attention
+from pcgsvc.models.encoder import Encoder, EncoderDims, preset_dims, refuse_attention
 from pcgsvc.models.encoder_checkpoint import EncoderCheckpoint, open_encoder
+from pcgsvc.models.extras import require
+from pcgsvc.models.fetched import find_weights
+from pcgsvc.models.weights import check_explicit, initialize, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,7 @@ def open_of(config: Config) -> EncoderDims | EncoderCheckpoint:
     model = config.model
     if model.name == "encoder" and model.weights is None:
         return preset_dims(model)
-    path = minilm.find_weights(model)
-    checkpoint = open_encoder(path)
+    checkpoint = open_encoder(find_weights(model))
     check_explicit(model, checkpoint)
     if model.name == "minilm" and checkpoint.tokenizer is None:
         raise ConfigError(
@@ -52,13 +53,39 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
         return _bundle(module, device, EmbeddingSpec(max_length=source.max_position))
     module = Encoder(source.dims, device=device, dtype=dtype)
     if not torch_private.shapes_only():
-        source.load_into(module)
+        load_weights(module, source)
     encode = None
     if source.tokenizer is None:
         logger.info("no tokenizer.json, so runner.embed takes no texts; embed_ids takes ids")
     else:
-        encode = minilm.WordPiece(source.tokenizer).encode
+        encode = WordPiece(source.tokenizer).encode
     return _bundle(module, device, EmbeddingSpec(max_length=source.max_length, encode=encode))
+
+
+class WordPiece:
+    """The tokenizer of a `tokenizer.json`; its own padding and truncation are switched off.
+
+    Raises:
+        ConfigError: the file cannot be read, or the package `tokenizers` is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        package = require("tokenizers", "encoder")
+        try:
+            self._whole = package.Tokenizer.from_file(str(path))
+            self._cut = package.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing narrower
+            raise ConfigError(f"model.weights: '{path}' cannot be read: {error}.") from error
+        for tokenizer in (self._whole, self._cut):
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+
+    def encode(self, text: str, max_length: int | None = None) -> list[int]:
+        """Return the ids of a text between its special tokens; of no more than `max_length`."""
+        if max_length is None:
+            return list(self._whole.encode(text).ids)
+        self._cut.enable_truncation(max_length)
+        return list(self._cut.encode(text).ids)
 
 
 def _bundle(module: Encoder, device: torch.device, embedding: EmbeddingSpec) -> ModelBundle:

@@ -3,8 +3,8 @@
 In: a path. Out: `GgufFile`. Knows nothing of models.
 
 The header is parsed here and not by `gguf.GGUFReader`, which wraps every vocabulary entry in numpy
-arrays (2.9 s for SmolLM2's 49152 tokens; 0.1 s here) and reads past the end of a truncated file
-without a word. Block formats are the `gguf` package's business: it dequantises.
+arrays (2.9 s for SmolLM2's 49152 tokens; 0.1 s here) and silently reads past the end of a
+truncated file. The `gguf` package knows the block formats: it dequantises.
 
 Source: the GGUF specification, versions 2 and 3; checked against gguf 0.19.
 """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pcgsvc.errors import ConfigError
+from pcgsvc.models.dims import stated_dims
 from pcgsvc.models.gguf_file import GgufFile
 from pcgsvc.models.llama_dims import LlamaDims
 
@@ -71,7 +72,8 @@ class GgufLlama:
         data.only("expert_count", 0)
         rows = self._file.tensors.get("token_embd.weight")
         rotary = self._file.read(_ROTARY) if _ROTARY in self._file.tensors else None
-        return LlamaDims.of_checkpoint(
+        return stated_dims(
+            LlamaDims,
             self._file.path,
             vocab_size=rows.shape[0] if rows else data.need("vocab_size"),
             hidden_size=hidden,

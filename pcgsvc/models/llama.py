@@ -1,4 +1,4 @@
-"""Our own Llama: the module, its rotary table and its random weights.
+"""Our own Llama: the module and its rotary table.
 
 In: `LlamaDims`. Out: a module whose forward takes flat tokens, (input_ids [T], positions [T]), and
 returns logits [T, vocab]. Knows nothing of checkpoints, tracing or graphs; attention is the
@@ -129,7 +129,7 @@ class LlamaLayer(DecoderLayer):
 
 
 class Llama(nn.Module):
-    """The whole model. Weights are unset until `initialize` or `checkpoint.load_weights`.
+    """The whole model. Its weights are unset; see `weights`.
 
     `make_layer(dims, device=…, dtype=…)`: returns one block.
     """
@@ -166,18 +166,3 @@ class Llama(nn.Module):
             x = layer(x, cos, sin, number)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return functional.linear(self.norm(x), head.weight)
-
-
-def initialize(module: nn.Module, seed: int) -> None:
-    """Draw random weights in place: equal for equal seed, device type, dtype and dimensions.
-
-    Matrices get the standard deviation 1 / sqrt(columns), which keeps activations and logits near
-    unit variance, so that every layer matters. Norm weights are spread around 1, so that no two
-    parameters are alike and a mixed-up one shows.
-    """
-    device = next(module.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    for parameter in module.parameters():
-        vector = parameter.ndim == 1
-        mean, std = (1.0, 0.1) if vector else (0.0, parameter.shape[-1] ** -0.5)
-        parameter.data.normal_(mean, std, generator=generator)

@@ -1,17 +1,16 @@
 """The dimensions of a Llama, its presets, and what the config sets.
 
-In: `ModelConfig`, or a checkpoint's statements. Out: `LlamaDims`. Imports no model.
+In: `ModelConfig`, or a checkpoint's statements. Out: `LlamaDims`. Imports no module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from pcgsvc.config import ModelConfig
-from pcgsvc.errors import ConfigError, near
+from pcgsvc.errors import ConfigError
+from pcgsvc.models.dims import check_numbers, explicit_dims, find_preset
 from pcgsvc.ops.attention import AttentionSpec
 
 
@@ -35,14 +34,7 @@ class LlamaDims:
 
     def __post_init__(self) -> None:
         """Check every range."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("int", "float"):
-                if type(value) not in ((int,) if field.type == "int" else (int, float)):
-                    kind = "a whole number" if field.type == "int" else "a number"
-                    raise ConfigError(f"model.{field.name}: got {value!r}, {kind} is needed.")
-                if not value > 0:
-                    raise ConfigError(f"model.{field.name}: got {value}, more than 0 is needed.")
+        check_numbers(self)
         if self.num_heads % self.num_kv_heads:
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ConfigError(
@@ -59,16 +51,6 @@ class LlamaDims:
                 f"model.head_dim: got {self.head_dim}, which needs {self.head_dim // 2} rotary "
                 f"scaling factors; there are {len(self.rope_factors)}."
             )
-
-    @classmethod
-    def of_checkpoint(cls, path: Path, **values: Any) -> LlamaDims:
-        """Return the dimensions that a checkpoint states; ConfigError names the checkpoint."""
-        try:
-            return cls(**values)
-        except ConfigError as error:
-            raise ConfigError(
-                f"model.weights: '{path}' states dimensions that cannot be: {error}"
-            ) from error
 
     def attention_spec(self) -> AttentionSpec:
         """Return what the attention backend must know."""
@@ -129,26 +111,14 @@ PRESETS: dict[str, LlamaDims] = {
 }
 
 
-def explicit_dims(model: ModelConfig) -> dict[str, Any]:
-    """Return the dimensions that the config sets itself, by name."""
-    names = [f.name for f in fields(LlamaDims) if hasattr(model, f.name)]
-    return {name: getattr(model, name) for name in names if getattr(model, name) is not None}
-
-
 def preset_dims(model: ModelConfig, presets: Mapping[str, LlamaDims] = PRESETS) -> LlamaDims:
     """Return the preset's dimensions, replaced by those that the config sets itself.
 
     Raises:
         ConfigError: no such preset, or dimensions that do not go together.
     """
-    preset = presets.get(model.preset)
-    if preset is None:
-        raise ConfigError(
-            f"model.preset: got {model.preset!r}{near(model.preset, presets) or '.'} "
-            f"Choices: {', '.join(presets)}."
-        )
-    changes = explicit_dims(model)
-    values = asdict(preset) | changes
+    changes = explicit_dims(model, LlamaDims)
+    values = asdict(find_preset(model, presets)) | changes
     if "head_dim" not in changes and {"hidden_size", "num_heads"} & changes.keys():
         hidden, heads = values["hidden_size"], values["num_heads"]
         if heads < 1 or hidden % heads:

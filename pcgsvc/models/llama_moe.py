@@ -23,6 +23,7 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.models.llama import DecoderLayer, Linear, Llama
 from pcgsvc.models.llama_dims import PRESETS as LLAMA_PRESETS
 from pcgsvc.models.llama_dims import LlamaDims, preset_dims
+from pcgsvc.models.weights import draw, generator_for
 from pcgsvc.ops import experts as _expert_ops  # noqa: F401 - registers the ops
 from pcgsvc.ops.expert_group import Place, place_of, require_group
 
@@ -139,18 +140,15 @@ class LlamaMoe(Llama):
 
 
 def initialize(module: LlamaMoe, seed: int) -> None:
-    """Draw random weights in place, as `llama.initialize`; the same model however it is shared."""
-    device = next(module.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    moe = module.moe
-    for parameter in module.parameters():
+    """Draw weights as `weights.initialize` does; the same model however it is shared."""
+    generator, moe = generator_for(module, seed), module.moe
+    for name, parameter in module.named_parameters():
         if parameter.ndim < 3:
-            mean, std = (1.0, 0.1) if parameter.ndim == 1 else (0.0, parameter.shape[-1] ** -0.5)
-            parameter.data.normal_(mean, std, generator=generator)
+            draw(name, parameter, generator)
             continue
         drawn = torch.empty_like(parameter[0])
         for expert in range(moe.num_experts):  # drawn one by one, kept where it belongs
-            drawn.normal_(0.0, drawn.shape[-1] ** -0.5, generator=generator)
+            draw(name, drawn, generator)
             owner, at = divmod(expert, moe.num_local)
             if owner == moe.place.rank:
                 parameter.data[at].copy_(drawn)

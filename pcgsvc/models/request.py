@@ -10,30 +10,25 @@ import time
 
 import torch
 
-from pcgsvc.config import Config, resolve, validate
-from pcgsvc.config.devices import device_of, dtype_name, dtype_of
+from pcgsvc.config import Config
+from pcgsvc.config.devices import dtype_name, dtype_of
 from pcgsvc.events import Progress, Silent
-from pcgsvc.forward.arguments import (
-    check_module,
-    input_specs,
-)
+from pcgsvc.forward.arguments import check_module, input_specs
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.forward.request import Request, arguments_of
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.models.catalog import build_model, validate_model
-from pcgsvc.sizing.auto import with_sizes
+from pcgsvc.sizing.resolve import resolve_config
 
 logger = logging.getLogger(__name__)
 
 
 def request_of(config: Config, progress: Progress | None = None) -> Request:
-    """Resolve and validate a config and build its model; `progress` hears of it."""
+    """Resolve and validate a config and build its model, which `progress` shows as a phase."""
     progress = progress or Silent()
     started = time.perf_counter()
-    device = device_of(config)
-    config, sizes = with_sizes(config)
-    config = resolve(config, device_type=device.type)
-    validate(config, device_type=device.type)
+    resolved = resolve_config(config)
+    config, device = resolved.config, resolved.device
     validate_model(config)
     progress.start("model", 1)
     try:
@@ -50,7 +45,8 @@ def request_of(config: Config, progress: Progress | None = None) -> Request:
         inputs=inputs,
         arguments=arguments_of(bundle, inputs),
         weights_s=seconds,
-        sizes=sizes,
+        sizes=resolved.sizes,
+        warnings=resolved.warnings,
     )
 
 

@@ -16,11 +16,18 @@ from typing import Any
 import torch
 
 from pcgsvc.errors import ConfigError
-from pcgsvc.models.extras import require
-from pcgsvc.models.json_file import read_json
+from pcgsvc.models.dims import stated_dims
+from pcgsvc.models.files import Shape, check_stated, open_safetensors, read_json
 from pcgsvc.models.llama_dims import LlamaDims
 
 _INDEX = "model.safetensors.index.json"
+_STATED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "quantization_config": None,
+}
+"""What config.json must say, or leave out."""
 _LLAMA3_KEYS = (
     "factor",
     "low_freq_factor",
@@ -38,29 +45,20 @@ class SafetensorsLlama:
     """
 
     def __init__(self, path: Path) -> None:
-        self._package = require("safetensors", "smollm2")
         self.metadata: dict[str, Any] = {}
         """Empty: safetensors files carry no tokenizer."""
         folder = path if path.is_dir() else path.parent
         self.dims = _dims(folder / "config.json")
         """What config.json says."""
         self._handles: dict[str, Any] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, Shape] = {}
         """Shape of each weight tensor."""
         for file in _shards(path):
-            handle = self._open(file)
+            handle = open_safetensors(file, "smollm2")
             for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                 if not name.endswith("rotary_emb.inv_freq"):  # derived; old checkpoints store it
                     self._handles[name] = handle
                     self.shapes[name] = tuple(handle.get_slice(name).get_shape())
-
-    def _open(self, file: Path) -> Any:
-        try:
-            return self._package.safe_open(str(file), framework="pt")
-        except (self._package.SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"model.weights: '{file}' is truncated or damaged: {error}. Fetch it again."
-            ) from error
 
     def own_name(self, name: str) -> str:
         """Return what the file calls, or would call, a tensor."""
@@ -100,21 +98,13 @@ def _dims(path: Path) -> LlamaDims:
             f"model.weights: '{path}' has the architecture {data.get('model_type')!r}; "
             "'llama' is needed."
         )
-    for key, wanted in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("quantization_config", None),
-    ):
-        if data.get(key, wanted) != wanted:
-            raise ConfigError(
-                f"model.weights: '{path}' has {key}={data[key]!r}; this Llama has {wanted!r} alone."
-            )
+    check_stated(path, data, _STATED, "this Llama")
     try:
         heads, hidden = data["num_attention_heads"], data["hidden_size"]
         head_dim = data.get("head_dim") or hidden // max(heads, 1)
         theta, factors = _rope(path, data, head_dim)
-        return LlamaDims.of_checkpoint(
+        return stated_dims(
+            LlamaDims,
             path,
             vocab_size=data["vocab_size"],
             hidden_size=hidden,

@@ -1,6 +1,6 @@
 """A tokenizer built from a GGUF file's metadata: byte-level BPE, and the model's chat template.
 
-In: the metadata of a `Checkpoint`. Out: `GgufTokenizer`. Knows nothing of models.
+In: the metadata of a GGUF file. Out: `GgufTokenizer`. Knows nothing of models.
 
 How text is cut before the merges is not in the file, only its name (`tokenizer.ggml.pre`). The
 table below follows llama.cpp. transformers 5.24 has no entry for `smollm` and cuts as GPT-2 does,

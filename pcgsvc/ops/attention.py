@@ -89,7 +89,7 @@ class AttentionBackend(abc.ABC):
     """
 
     cudagraph_support: Support
-    """How far `forward` may go into a CUDA graph."""
+    """Which batches may be captured with attention inside."""
 
     @classmethod
     def check(cls, device: torch.device) -> None:
@@ -146,7 +146,7 @@ class AttentionBackend(abc.ABC):
         layer: int,
         context: ForwardContext,
     ) -> Callable[[], None] | None:
-        """Return a call that does again what `forward` has just done, with everything looked up.
+        """Return a call that repeats what `forward` has just done, with everything looked up.
 
         Only for a backend that reads nothing of the step on the host: the call is made at each
         replay between graphs, over these buffers and the same static metadata. None: `forward` is

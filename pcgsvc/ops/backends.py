@@ -13,6 +13,7 @@ from importlib import metadata
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.paged import PagedAttention
+from pcgsvc.ops.registry import where_defined
 from pcgsvc.ops.support import Support
 from pcgsvc.ops.triton_attention import TritonAttention
 from pcgsvc.ops.varlen import VarlenAttention
@@ -35,7 +36,7 @@ def register_attention_backend(name: str, backend: type[AttentionBackend]) -> No
 
     Args:
         name: letters, digits and `_`; not the name of another backend.
-        backend: a subclass of `AttentionBackend` that says how far it goes into graphs.
+        backend: a subclass of `AttentionBackend` with its `cudagraph_support`.
 
     Raises:
         ConfigError: the name is no such word or is taken, or the class is not a whole backend.
@@ -46,10 +47,11 @@ def register_attention_backend(name: str, backend: type[AttentionBackend]) -> No
         )
     _check_class(name, backend)
     known = BACKENDS.get(name)
-    if known is not None and not _is_reloaded(known, backend):
+    # One definition may come twice: from a module that is imported twice, or reloaded.
+    if known is not None and where_defined(known) != where_defined(backend):
         raise ConfigError(
-            f"attention backend {name!r}: the name is taken by {_where(known)}; {_where(backend)} "
-            "needs another one."
+            f"attention backend {name!r}: the name is taken by {where_defined(known)}; "
+            f"{where_defined(backend)} needs another one."
         )
     BACKENDS[name] = backend
 
@@ -91,22 +93,11 @@ def _check_class(name: str, backend: type[AttentionBackend]) -> None:
         )
     if inspect.isabstract(backend):
         missing = ", ".join(sorted(backend.__abstractmethods__))
-        raise ConfigError(f"attention backend {name!r}: {_where(backend)} lacks {missing}.")
+        raise ConfigError(f"attention backend {name!r}: {where_defined(backend)} lacks {missing}.")
     support = getattr(backend, "cudagraph_support", None)
     if not isinstance(support, Support):
         levels = ", ".join(f"Support.{level.name}" for level in Support)
         raise ConfigError(
-            f"attention backend {name!r}: {_where(backend)}.cudagraph_support is {support!r}; one "
-            f"of {levels} is needed."
+            f"attention backend {name!r}: {where_defined(backend)}.cudagraph_support is "
+            f"{support!r}; one of {levels} is needed."
         )
-
-
-def _is_reloaded(known: type, backend: type) -> bool:
-    """Whether two classes are one definition (a module imported twice, or reloaded)."""
-    return known is backend or (
-        (known.__module__, known.__qualname__) == (backend.__module__, backend.__qualname__)
-    )
-
-
-def _where(backend: type) -> str:
-    return f"{backend.__module__}.{backend.__qualname__}"

@@ -1,9 +1,9 @@
-"""The process group of `model.moe.backend=all_to_all`: who makes it, and who ends it.
+"""The process group of `model.moe.backend=all_to_all`, torch.distributed's default one.
 
-In: a config and the environment. Out: this process's place among the processes. Whoever makes the
-group ends it, and no runner does either: in Python that is the caller (`init_process_group` before
-the build, `destroy_process_group` after `runner.close()`); the command line makes one for each job,
-of the processes that torchrun has started or of itself alone. The group is the default one.
+In: a config and the environment. Out: this process's place among the processes. In Python, you
+create and destroy the process group: `init_process_group` before the build, `destroy_process_group`
+after `runner.close()`. The command line does both for each job, with the processes that torchrun
+has started or with itself alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def uses_group(config: Config) -> bool:
 
 
 def place_of(config: Config) -> Place:
-    """Return this process's place: of the group, or of the one that the command line will make."""
+    """Return this process's place in the group, or in the one that the command line will create."""
     if not uses_group(config):
         return Place()
     if _initialised():
@@ -66,7 +66,7 @@ def require_group(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def command_line_group(config: Config) -> Iterator[None]:
-    """Make the group that a job needs, for a block; a group that exists is left alone."""
+    """Create the group that a job needs, for a block; an existing group is left alone."""
     if not uses_group(config) or _initialised():
         yield
         return

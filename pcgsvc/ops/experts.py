@@ -2,7 +2,7 @@
 
 In: hidden rows, router logits and the experts' weights of one layer. Out: the mixed rows in the
 output buffer. How many rows an expert gets depends on the data and is read on the host, so neither
-op can lie inside a graph. Knows nothing of models, tracing or graphs.
+op can be captured. Knows nothing of models, tracing or graphs.
 
 Only true rows are routed: padding rows reach no expert, travel nowhere, and come out as zero.
 

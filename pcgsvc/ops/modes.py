@@ -40,6 +40,19 @@ class Resolution:
         """What serves all other batches."""
         return _HALVES[self.resolved][1]
 
+    @property
+    def own_uniform(self) -> bool:
+        """Whether uniform batches have entries of their own; see `has_own_uniform`."""
+        return has_own_uniform(self.decode, self.mixed)
+
+
+def has_own_uniform(decode: Mode, mixed: Mode) -> bool:
+    """Whether uniform batches have entries of their own, at sizes that divide into requests.
+
+    They do where only they run in full graphs; else the entries for any batch serve them as well.
+    """
+    return decode is FULL and mixed is not FULL
+
 
 def resolve_mode(
     requested: Mode, support: Support, *, num_boundaries: int, uniform_query_len: int, why: str

@@ -1,7 +1,7 @@
 """Splitting ops: custom op, fake implementation and boundary in one declaration.
 
 In: a Python function that works in place on buffers it is given. Out: a `torch.ops` op that every
-partition strategy cuts at, and an `OpSpec` that says how it may be captured. Knows nothing of
+partition strategy splits at, and an `OpSpec` that says how it may be captured. Knows nothing of
 graphs or models.
 
 The registry is as global as torch's own op registry, of which it is the counterpart.
@@ -10,7 +10,7 @@ The registry is as global as torch's own op registry, of which it is the counter
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ class OpSpec:
     same call with everything looked up, or None. It runs on the runner's stream at each replay;
     the session keeps the buffers."""
     reason: str | None = None
-    """Why no graph may hold it, for reports; None: nothing to say but that it is registered."""
+    """Why it cannot be captured, for reports; None: it is registered, no more is known."""
 
 
 _SPECS: dict[str, OpSpec] = {}
@@ -69,9 +69,9 @@ def splitting_op(
         name: `namespace::op`.
         mutates_args: arguments that the function writes to. Row-wise ones (first dimension = the
             step's rows) get their padding rows zeroed after each call.
-        support: how far the op may go into a graph (`never`, `uniform_single_token_decode`,
-            `uniform_batch`, `always`). The default keeps it outside, so that no host value that
-            it reads is ever frozen.
+        support: which batches may be captured with the op inside (`never`,
+            `uniform_single_token_decode`, `uniform_batch`, `always`). The default keeps it outside,
+            so that no host value that it reads is ever frozen.
         fake: shape function, needed when the op returns tensors.
         zeroes_padding: the function leaves padding rows zero by itself.
         tags: further torch tags.
@@ -81,7 +81,7 @@ def splitting_op(
 
     Raises:
         ConfigError: the op mutates nothing and returns nothing (torch's dead-code removal would
-            delete it without a word), it returns tensors but has no `fake`, or the name is taken
+            silently delete it), it returns tensors but has no `fake`, or the name is taken
             by another function.
     """
 
@@ -139,8 +139,8 @@ def register_splitting_op(
     known = _SPECS.get(name)
     if known is not None and not _same_function(known.kernel, kernel):
         raise ConfigError(
-            f"splitting op {name}: already registered by {_where(known.kernel)}; "
-            f"{_where(kernel)} needs another name."
+            f"splitting op {name}: already registered by {where_defined(known.kernel)}; "
+            f"{where_defined(kernel)} needs another name."
         )
     if known is None:
         library = _LIBRARIES.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
@@ -185,12 +185,13 @@ def _same_function(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
     )
 
 
-def _where(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+def where_defined(thing: Callable[..., Any]) -> str:
+    """Return the qualified name of a function or class, for messages."""
+    return f"{thing.__module__}.{getattr(thing, '__qualname__', thing)}"
 
 
 def find_spec(name: str) -> OpSpec | None:
-    """Return the splitting op called `ns::op`, or None when it is not one of ours."""
+    """Return the splitting op called `ns::op`, or None if none has that name."""
     return _SPECS.get(name)
 
 
@@ -207,7 +208,7 @@ def traced_name(name: str) -> str:
 
 
 def why_boundary(name: str, otherwise: str) -> str:
-    """Return why an op that is cut at by default is one, or `otherwise` if nobody has said."""
+    """Return why an op is a boundary by default, or `otherwise` if its spec gives no reason."""
     spec = _SPECS.get(name)
     return otherwise if spec is None or spec.reason is None else spec.reason
 
@@ -215,3 +216,12 @@ def why_boundary(name: str, otherwise: str) -> str:
 def registered_names() -> list[str]:
     """Return the names of all registered splitting ops, sorted."""
     return sorted(_SPECS)
+
+
+def default_boundaries(splitting_ops: Sequence[str] | None) -> frozenset[str]:
+    """Return the ops that are boundaries without being named.
+
+    Every registered splitting op is one, unless `partition.splitting_ops` names the boundaries
+    (`splitting_ops` is not None): then none is.
+    """
+    return frozenset(_SPECS) if splitting_ops is None else frozenset()

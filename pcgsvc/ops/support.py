@@ -1,4 +1,4 @@
-"""How far a splitting op can go into a CUDA graph.
+"""Which batches may be captured with a splitting op inside.
 
 Source: the levels that vLLM calls AttentionCGSupport.
 """
@@ -9,10 +9,10 @@ import enum
 
 
 class Support(enum.IntEnum):
-    """What batches an op may be captured for; a program's support is the least of its ops'."""
+    """Which batches may be captured with an op inside; a program has the least of its ops'."""
 
     NEVER = 0
-    """Never inside a graph: it reads host values, allocates by data, or synchronises."""
+    """None: the op reads host values, allocates by data, or synchronises."""
     UNIFORM_SINGLE_TOKEN_DECODE = 1
     """Batches in which every request has one new token."""
     UNIFORM_BATCH = 2

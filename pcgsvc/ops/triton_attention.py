@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,17 @@ _MAX_READY = 8192
 """Most remembered calls: an eager caller with ever new addresses must not fill the memory."""
 
 _Launch = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+class _Call(NamedTuple):
+    """The arguments of one `AttentionBackend.forward`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    output: torch.Tensor
+    layer: int
+    context: ForwardContext
 
 
 class TritonAttention(AttentionBackend):
@@ -116,12 +127,13 @@ class TritonAttention(AttentionBackend):
         if index is not None and torch.cuda.current_device() != index:
             with torch.cuda.device(index):
                 return self.forward(q, k, v, output, layer, context)
+        call = _Call(q, k, v, output, layer, context)
         # Triton's own dispatch costs tens of microseconds; over static buffers all calls of an
         # entry but the first find their launches here.
-        key = self._key(q, k, v, output, layer, context)
+        key = self._key(call)
         ready = self._ready.get(key)
         if ready is None:
-            ready = self._first_forward(q, k, v, output, layer, context)
+            ready = self._first_forward(call)
             if len(self._ready) >= _MAX_READY:
                 self._ready.clear()
             if ready:
@@ -145,7 +157,7 @@ class TritonAttention(AttentionBackend):
         Replaying it takes the host a third of what Triton's launcher takes, and both see the same
         memory: addresses and static maxima are all that a launch is made from.
         """
-        ready = self._ready.get(self._key(q, k, v, output, layer, context))
+        ready = self._ready.get(self._key(_Call(q, k, v, output, layer, context)))
         if not ready or self._device_index is None:
             return None
         graph = torch.cuda.CUDAGraph()
@@ -157,16 +169,9 @@ class TritonAttention(AttentionBackend):
             graph.capture_end()
         return graph.replay
 
-    def _key(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        output: torch.Tensor,
-        layer: int,
-        context: ForwardContext,
-    ) -> tuple[Any, ...]:
+    def _key(self, call: _Call) -> tuple[Any, ...]:
         """Return all that a launch is made from."""
+        q, k, v, output, layer, context = call
         return (
             layer,
             q.shape,
@@ -189,40 +194,31 @@ class TritonAttention(AttentionBackend):
             context.query_start_loc.shape,
         )
 
-    def _first_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        output: torch.Tensor,
-        layer: int,
-        context: ForwardContext,
-    ) -> list[_Launch]:
+    def _first_forward(self, call: _Call) -> list[_Launch]:
         """Launch through Triton's dispatch, which compiles; return what repeats the launches."""
-        self._check_tensors(q=q, k=k, v=v, output=output)
-        if q.shape[0] == 0:
+        self._check_tensors(call)
+        if call.q.shape[0] == 0:
             return []
-        plan = self._plan(q, layer, context)
-        launches = [] if plan.fused_write else [self._write(k, v, layer, context)]
-        launches.append(self._attend(q, k, v, output, layer, context, plan))
+        plan = self._plan(call)
+        launches = [] if plan.fused_write else [self._write(call)]
+        launches.append(self._attend(call, plan))
         return [launch for launch in launches if launch is not None]
 
-    def _plan(self, q: torch.Tensor, layer: int, context: ForwardContext) -> LaunchPlan:
-        window, table = self._windows[layer], context.block_tables
-        max_keys = table.shape[1] * self.block_size
+    def _plan(self, call: _Call) -> LaunchPlan:
+        rows, window, context = call.q.shape[0], self._windows[call.layer], call.context
+        max_keys = context.block_tables.shape[1] * self.block_size
         return plan_launch(
             self._shape,
             self.tuning,
-            rows=q.shape[0],
+            rows=rows,
             num_reqs=context.query_start_loc.shape[0] - 1,
-            max_keys=min(max_keys, window + q.shape[0]) if window else max_keys,
+            max_keys=min(max_keys, window + rows) if window else max_keys,
             single=context.uniform_query_len == 1,
             share_in_step=self.share_in_step,
         )
 
-    def _write(
-        self, k: torch.Tensor, v: torch.Tensor, layer: int, context: ForwardContext
-    ) -> _Launch | None:
+    def _write(self, call: _Call) -> _Launch | None:
+        _, k, v, _, layer, context = call
         spec, cache = self.spec, self.kv_cache[layer]
         args = (
             k,
@@ -240,16 +236,8 @@ class TritonAttention(AttentionBackend):
         )
         return _launch(self._kernels.write_cache, (k.shape[0], 1, 1), args)
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        output: torch.Tensor,
-        layer: int,
-        context: ForwardContext,
-        plan: LaunchPlan,
-    ) -> _Launch | None:
+    def _attend(self, call: _Call, plan: LaunchPlan) -> _Launch | None:
+        q, k, v, output, layer, context = call
         spec, shape, cache, tiling = self.spec, self._shape, self.kv_cache[layer], plan.tiling
         num_reqs = context.query_start_loc.shape[0] - 1
         args = (
@@ -302,8 +290,9 @@ class TritonAttention(AttentionBackend):
             num_stages=tiling.num_stages,
         )
 
-    def _check_tensors(self, **tensors: torch.Tensor) -> None:
-        for name, tensor in tensors.items():
+    def _check_tensors(self, call: _Call) -> None:
+        for name in ("q", "k", "v", "output"):
+            tensor = getattr(call, name)
             if tensor.dtype is not self._dtype or tensor.stride(2) != 1:
                 raise ConfigError(
                     f"attention=triton: {name} is {tensor.dtype} with strides {tensor.stride()}; "

@@ -1,7 +1,7 @@
-"""`pcgsvc.true_rows`: which rows of a step are no padding, as a tensor that graphs may hold.
+"""`pcgsvc.true_rows`: which rows of a step are not padding, as a tensor that graphs can read.
 
-In: a row-wise tensor. Out: a mask. It is an ordinary op of a region, no boundary: it reads the true
-row count from the device, where the runner rewrites it before every replay.
+In: a row-wise tensor. Out: a mask. It is an ordinary op of a region, not a boundary: it reads the
+true row count from the device, where the runner rewrites it before every replay.
 """
 
 from __future__ import annotations

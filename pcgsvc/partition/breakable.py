@@ -15,7 +15,7 @@ from pcgsvc.errors import TraceError
 from pcgsvc.forward.results import flatten, tensors_in
 from pcgsvc.forward.specs import Binding, SizePredicate, TensorSpec
 from pcgsvc.forward.workspace import Workspace
-from pcgsvc.ops.registry import registered_names, why_boundary
+from pcgsvc.ops.registry import default_boundaries, why_boundary
 from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.partition.probe import ForwardProbe, can_be_put_back
 from pcgsvc.partition.submodules import in_place
@@ -65,9 +65,10 @@ class ModulePiece:
 
 def boundary_names(splitting_ops: Sequence[str] | None, extra: Sequence[str]) -> Boundaries:
     """Return the ops at which an untraced forward breaks."""
-    asked = registered_names() if splitting_ops is None else splitting_ops
-    names = frozenset(canonical_op_name(n) for n in [*asked, *extra])
-    return Boundaries(names=names, order=None, rows=None, in_place_only=True)
+    asked = frozenset(canonical_op_name(n) for n in [*(splitting_ops or ()), *extra])
+    return Boundaries(
+        names=asked | default_boundaries(splitting_ops), order=None, rows=None, in_place_only=True
+    )
 
 
 def image_of_forward(probe: ForwardProbe, memory: Workspace) -> ProgramImage:

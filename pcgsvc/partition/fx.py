@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError, SplitError, near
-from pcgsvc.ops.registry import registered_names, why_boundary
+from pcgsvc.ops.registry import default_boundaries, registered_names, why_boundary
 from pcgsvc.program.pieces import Kind, Partition, Piece
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import iter_calls, mutated_args, op_names, user_line
@@ -142,7 +142,7 @@ def _match(
     named = {canonical_op_name(n): "named in partition.extra_splitting_ops" for n in extra}
     named |= {canonical_op_name(n): "named in partition.splitting_ops" for n in splitting_ops or []}
     asked = list(named)
-    registered = set(registered_names()) if splitting_ops is None else set()
+    registered = default_boundaries(splitting_ops)
     matches: dict[torch.fx.Node, _Match] = {}
     counts = dict.fromkeys(asked, 0)
     for node in iter_calls(traced.graph):

@@ -16,17 +16,9 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.config import Config
 from pcgsvc.forward.specs import InputSpec
-from pcgsvc.program.guards import (
-    NotCanonicalError,
-    canonical,
-    class_digest,
-    code_digest,
-    hook_form,
-    is_versioned_class,
-    name_of,
-    sources_of,
-)
+from pcgsvc.program.forms import canonical, code_digest, hook_form, is_versioned_class, name_of
 from pcgsvc.program.keys import config_facts, key_of
+from pcgsvc.program.sources import sources_of
 
 
 def program_facts(
@@ -64,10 +56,10 @@ def program_facts(
         "inputs": [_input_facts(spec) for spec in inputs],
         "constants": canonical(dict(constants)),
     }
-    tensors, shape = _tensor_facts(module)
-    facts["tensors"] = shape
+    tree = module if isinstance(module, torch.nn.Module) else torch.nn.Module()
+    tensors, facts["tensors"] = _tensor_facts(tree)
     facts["tensors.digest"] = key_of({"tensors": tensors})
-    facts["modules.digest"] = key_of({"modules": _module_facts(module)})
+    facts["modules.digest"] = key_of({"modules": _module_facts(tree)})
     return facts
 
 
@@ -78,7 +70,7 @@ def _code_facts(module: Callable[..., Any]) -> dict[str, Any]:
     found: dict[str, set[str]] = {}
     for cls in {type(sub) for sub in module.modules()}:
         if not is_versioned_class(cls):
-            found.setdefault(name_of(cls), set()).add(class_digest(cls))
+            found.setdefault(name_of(cls), set()).add(code_digest(cls))
     return {name: ",".join(sorted(digests)) for name, digests in sorted(found.items())}
 
 
@@ -95,17 +87,13 @@ def _input_facts(spec: InputSpec) -> list[Any]:
     return [spec.name, str(spec.example.dtype), shape, spec.example.device.type]
 
 
-def _tensor_facts(module: Callable[..., Any]) -> tuple[list[Any], str]:
+def _tensor_facts(module: torch.nn.Module) -> tuple[list[Any], str]:
     """Return the signature of all parameters and buffers with their ties, and it in a few words."""
-    if not isinstance(module, torch.nn.Module):
-        return [], "none"
     first: dict[int, str] = {}
     storages: dict[int, str] = {}
     rows: list[Any] = []
-    named = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
+    named += module.named_buffers(remove_duplicate=False)
     for name, tensor in named:
         tied = first.setdefault(id(tensor), name)
         row: list[Any] = [name, str(tensor.dtype), list(tensor.shape), tensor.device.type, tied]
@@ -116,18 +104,15 @@ def _tensor_facts(module: Callable[..., Any]) -> tuple[list[Any], str]:
         rows.append(row)
     elements = sum(t.numel() for t in {id(t): t for _, t in named}.values())
     dtypes = sorted({row[1] for row in rows})
-    return rows, f"{len(rows)} tensors, {elements} elements, {', '.join(dtypes)}"
+    text = f"{len(rows)} tensors, {elements} elements, {', '.join(dtypes)}"
+    return rows, text if rows else "none"
 
 
-def _module_facts(module: Callable[..., Any]) -> list[Any]:
+def _module_facts(module: torch.nn.Module) -> list[Any]:
     """Return names and classes of all submodules, and which of them are one and the same."""
-    if not isinstance(module, torch.nn.Module):
-        return []
     first: dict[int, str] = {}
-    rows = []
-    for name, sub in module.named_modules(remove_duplicate=False):
-        rows.append([name, name_of(type(sub)), first.setdefault(id(sub), name)])
-    return rows
+    named = module.named_modules(remove_duplicate=False)
+    return [[name, name_of(type(sub)), first.setdefault(id(sub), name)] for name, sub in named]
 
 
 def piece_facts(
@@ -160,11 +145,3 @@ def piece_facts(
     if size is not None:
         facts["size"] = size
     return {**facts, **compiler, **environment}
-
-
-__all__ = [
-    "NotCanonicalError",
-    "file_digest",
-    "piece_facts",
-    "program_facts",
-]

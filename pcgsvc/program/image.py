@@ -7,21 +7,25 @@ where it is stored.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
 from pcgsvc import torch_private
 from pcgsvc.errors import CompileError
 from pcgsvc.forward.results import ResultTree, from_text
-from pcgsvc.forward.specs import Binding, SizePredicate, TensorSpec
-from pcgsvc.ops.registry import find_spec, registered_names
-from pcgsvc.program.guards import Read, code_digest
+from pcgsvc.forward.specs import SizePredicate, TensorSpec
+from pcgsvc.ops.registry import default_boundaries, find_spec
+from pcgsvc.program.forms import code_digest
+from pcgsvc.program.guards import StoredGuard
 from pcgsvc.program.pieces import Kind, Partition
-from pcgsvc.program.program import Call, ProgramSpec, Step, program_of
+from pcgsvc.program.program import ProgramSpec, program_of
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import iter_calls
 from pcgsvc.trace.rows import Document, digest
@@ -65,9 +69,10 @@ class ProgramImage:
     """How often each op occurs in the traced graph."""
     schemas: dict[str, str]
     """Schema, tags and kernels of every op that is not torch's own, by name."""
-    reads: tuple[Read, ...] = ()
+    guards: tuple[StoredGuard, ...] = ()
+    """What must still hold on a warm start."""
     files: dict[str, str] = field(default_factory=dict)
-    """sha256 of the source files that tracing went into, by path."""
+    """sha256 of the source files that tracing entered, by place (`pcgsvc.program.sources`)."""
     modules: tuple[str, ...] = ()
     """Modules that registered the ops. They must be imported before the program can be loaded; no
     name of a stored file is ever imported."""
@@ -100,7 +105,7 @@ def image_of(
     partition: Partition,
     plan: Partition,
     *,
-    reads: list[Read],
+    guards: list[StoredGuard],
     files: dict[str, str],
 ) -> ProgramImage:
     """Write a traced and partitioned graph down.
@@ -109,8 +114,8 @@ def image_of(
         traced: the canonical graph.
         partition: what is compiled.
         plan: the same graph cut into regions and boundaries, for reports.
-        reads: what tracing read.
-        files: digests of the source files that tracing went into.
+        guards: what must still hold on a warm start.
+        files: digests of the source files that tracing entered.
     """
     schemas = op_schemas(traced.graph)
     return ProgramImage(
@@ -133,7 +138,7 @@ def image_of(
         reasons=dict(partition.reasons),
         ops=dict(traced.ops),
         schemas=schemas,
-        reads=tuple(reads),
+        guards=tuple(guards),
         files=files,
         modules=tuple(sorted(_op_modules(schemas))),
         num_guards=len(traced.guards),
@@ -184,10 +189,11 @@ def _op_modules(schemas: Mapping[str, str]) -> set[str]:
 
 
 def new_boundaries(image: ProgramImage, names: list[str] | None) -> list[str]:
-    """Return ops of the graph that would be boundaries now and were not when it was partitioned."""
-    if names is not None:
-        return []
-    return sorted((set(registered_names()) & set(image.ops)) - set(image.matched))
+    """Return ops of the graph that would be boundaries now and were not when it was partitioned.
+
+    `names`: `partition.splitting_ops`.
+    """
+    return sorted((default_boundaries(names) & set(image.ops)) - set(image.matched))
 
 
 # ---- JSON ----------------------------------------------------------------------------------------
@@ -197,35 +203,13 @@ def to_json(image: ProgramImage) -> bytes:
     """Return an image as JSON."""
     tree = asdict(replace(image, live_tree=None))
     del tree["live_tree"]
-    tree["spec"]["steps"] = [{**s, "kind": s["kind"].value} for s in tree["spec"]["steps"]]
-    tree["constants"] = sorted(image.constants.items())
-    return json.dumps(tree, sort_keys=True).encode()
+    return json.dumps(tree, sort_keys=True, default=lambda member: member.value).encode()
 
 
 def from_json(data: bytes) -> ProgramImage:
     """Read an image; CompileError if it is not one."""
     try:
-        tree = json.loads(data)
-        spec = tree.pop("spec")
-        image = ProgramImage(
-            spec=ProgramSpec(
-                bindings=tuple(_binding(b) for b in spec["bindings"]),
-                num_values=spec["num_values"],
-                steps=tuple(_step(s) for s in spec["steps"]),
-                outputs=tuple(spec["outputs"]),
-            ),
-            outputs=tuple((kind, index) for kind, index in tree.pop("outputs")),
-            output_specs=tuple(_tensor_spec(t) for t in tree.pop("output_specs")),
-            constants={int(k): v for k, v in tree.pop("constants")},
-            predicate=SizePredicate(
-                **{k: tuple(v) for k, v in tree.pop("predicate").items()},
-            ),
-            pieces=tuple(PieceInfo(**p) for p in tree.pop("pieces")),
-            reads=tuple(Read(**r) for r in tree.pop("reads")),
-            mutated=tuple(tree.pop("mutated")),
-            modules=tuple(tree.pop("modules")),
-            **tree,
-        )
+        image: ProgramImage = _read(ProgramImage, json.loads(data))
         wrong = [h for h, document in image.documents.items() if digest(document) != h]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CompileError(
@@ -237,21 +221,21 @@ def from_json(data: bytes) -> ProgramImage:
     return image
 
 
-def _binding(tree: dict[str, Any]) -> Binding:
-    spec = tree["spec"]
-    return Binding(
-        kind=tree["kind"], name=tree["name"], spec=None if spec is None else _tensor_spec(spec)
-    )
+_hints_of = functools.cache(get_type_hints)
 
 
-def _tensor_spec(tree: dict[str, Any]) -> TensorSpec:
-    shape, stride = tuple(tree["shape"]), tuple(tree["stride"])
-    return TensorSpec(**{**tree, "shape": shape, "stride": stride})
-
-
-def _step(tree: dict[str, Any]) -> Step:
-    calls = tuple(Call(**{**c, "row_args": tuple(c["row_args"])}) for c in tree["calls"])
-    numbers = {k: tuple(tree[k]) for k in ("inputs", "outputs", "dead")}
-    return Step(
-        name=tree["name"], kind=Kind(tree["kind"]), piece=tree["piece"], calls=calls, **numbers
-    )
+def _read(kind: Any, tree: Any) -> Any:
+    """Return a value of an annotated type from JSON types: what `asdict` made of it."""
+    inner = get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = {f.name: _hints_of(kind)[f.name] for f in fields(kind) if f.compare}
+        return kind(**{name: _read(hint, tree[name]) for name, hint in hints.items()})
+    if get_origin(kind) is tuple:
+        kinds = itertools.repeat(inner[0], len(tree)) if inner[-1] is ... else inner
+        return tuple(_read(k, value) for k, value in zip(kinds, tree, strict=True))
+    if get_origin(kind) is dict:
+        key_of = int if inner[0] is int else str
+        return {key_of(key): _read(inner[1], value) for key, value in tree.items()}
+    if get_origin(kind) is types.UnionType:
+        return None if tree is None else _read(inner[0], tree)
+    return kind(tree) if kind is Kind else tree

@@ -1,7 +1,6 @@
 """Facts -> key. Facts are a flat, readable dict, hashed whole and stored beside what they name.
 
-In: a config and facts that others have gathered. Out: hex keys. Imports no stage; knows nothing of
-graphs or of where entries lie.
+In: a config and facts that others have gathered. Out: hex keys. Imports no stage.
 
 Every setting counts unless it stands in `NOT_IN_KEY`, and every fact counts. Not among them: paths,
 host names, process ids, times, ports and the values of weights.
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcgsvc.config import Config, to_dict
-from pcgsvc.config.settings import NOT_IN_KEY
+from pcgsvc.config.settings import key_reason
 from pcgsvc.version import __version__
 
 FORMAT = 2
@@ -31,7 +30,9 @@ def key_of(facts: Mapping[str, Any]) -> str:
 def config_facts(config: Config) -> dict[str, Any]:
     """Return every setting that counts, as `config.<dotted name>`."""
     return {
-        f"config.{name}": value for name, value in _flat(to_dict(config), "") if not _ignored(name)
+        f"config.{name}": value
+        for name, value in _flat(to_dict(config), "")
+        if key_reason(name) is None
     }
 
 
@@ -49,8 +50,3 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
         else:
             found.append((dotted, value))
     return found
-
-
-def _ignored(name: str) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[: n + 1]) in NOT_IN_KEY for n in range(len(parts)))

@@ -1,6 +1,6 @@
 """How a forward's result is put together from graph results.
 
-In: results of a replay. Out: the result with the forward's own structure. Knows nothing of graphs.
+In: results of a replay. Out: the result with the forward's own structure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pcgsvc.forward.results import ResultTree
-from pcgsvc.forward.specs import TensorSpec
+from pcgsvc.forward.specs import TensorSpec, cut_rows
 
 
 @dataclass(kw_only=True)
@@ -30,12 +30,8 @@ class OutputPlan:
 
     def cut(self, results: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
         """Return the true rows of graph results, as views."""
-        cut: list[torch.Tensor] = []
-        for result, spec in zip(results, self.specs, strict=True):
-            for dim in spec.row_dims():
-                result = result.narrow(dim, 0, rows)
-            cut.append(result)
-        return cut
+        pairs = zip(results, self.specs, strict=True)
+        return [cut_rows(result, spec.row_dims(), rows) for result, spec in pairs]
 
     def build(self, results: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:
         """Return the forward's result with its own structure."""

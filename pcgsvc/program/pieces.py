@@ -1,17 +1,20 @@
 """Pieces: what every partition strategy turns a traced graph into.
 
-In: nothing. Out: the types `Piece` and `Partition`. Knows nothing of how a cut is found.
+In: nothing. Out: the types `Piece` and `Partition`.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pcgsvc.trace.rows import Document
+
+logger = logging.getLogger(__name__)
 
 
 class Kind(enum.Enum):
@@ -83,7 +86,12 @@ class PieceCounts:
     compiled: int = 0
     loaded: int = 0
     unsaved: list[str] = field(default_factory=list)
-    """What was compiled and cannot be stored, with the reason."""
+    """What was compiled and cannot be written down, with the reason."""
+
+    def not_saved(self, what: str, why: str) -> None:
+        """Count and log something that cannot be written down."""
+        self.unsaved.append(f"{what} cannot be written down: {why}")
+        logger.warning("cache: %s cannot be written down: %s", what, why)
 
 
 def graph_module(piece: Piece) -> torch.fx.GraphModule:

@@ -10,7 +10,7 @@ is of JSON types, so that a program can be stored and started without tracing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -95,8 +95,6 @@ class Call:
     """Value numbers of written tensors whose first dimension is the row count."""
     row_result: bool = False
     """Whether the op's result is a tensor whose first dimension is the row count."""
-    text: str = ""
-    """For messages: the user's line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +112,7 @@ class Step:
     calls: tuple[Call, ...] = ()
     """Boundaries and inline pieces."""
     dead: tuple[int, ...] = ()
-    """Values that nobody reads after this step."""
+    """Values that no later step reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,23 +128,20 @@ class ProgramSpec:
 
 
 class BoundCall:
-    """A `Call` with its function found: the op's kernel itself where it is one of ours."""
+    """A `Call` with its function found: the kernel itself of an op that pcgsvc registered."""
 
-    __slots__ = ("call", "kernel", "method", "spec")
+    __slots__ = ("call", "kernel", "spec")
 
     def __init__(self, call: Call) -> None:
         op, target = call.row[0], call.row[1]
         self.call = call
-        self.method: str | None = target if op == "call_method" else None
-        name = call.splitting if op == "call_function" else None
-        self.spec: OpSpec | None = find_spec(name) if name is not None else None
+        self.spec: OpSpec | None = None
         self.kernel: Callable[..., Any]
-        if self.spec is not None:
-            self.kernel = self.spec.kernel
-        elif self.method is not None:
-            self.kernel = getattr(torch.Tensor, self.method)
-        else:
-            self.kernel = find_target(target)
+        if op == "call_method":
+            self.kernel = getattr(torch.Tensor, target)
+            return
+        self.spec = None if call.splitting is None else find_spec(call.splitting)
+        self.kernel = find_target(target) if self.spec is None else self.spec.kernel
 
     @property
     def zeroes(self) -> tuple[int, ...]:
@@ -273,14 +268,10 @@ def _argument(call: BoundCall, number: int, args: list[Any], kwargs: dict[str, A
 
 
 def zero_padding(tensors: Sequence[torch.Tensor]) -> None:
-    """Zero the rows at and above the step's true row count (on the host's word)."""
-    if not tensors:
-        return
-    context = current_context()
-    num_tokens = context.num_tokens
-    if num_tokens < context.padded_tokens:
+    """Zero the rows at and above the step's true row count, as the host knows it."""
+    if tensors and (context := current_context()).num_tokens < context.padded_tokens:
         for tensor in tensors:
-            tensor[num_tokens:].zero_()
+            tensor[context.num_tokens :].zero_()
 
 
 # ---- partition -> program ------------------------------------------------------------------------
@@ -293,23 +284,21 @@ def program_of(traced: TracedGraph, partition: Partition) -> ProgramSpec:
     def number(node: torch.fx.Node) -> int:
         return numbers.setdefault(node, len(numbers))
 
-    for node in traced.graph.nodes:
-        if node.op == "placeholder":
-            number(node)
+    for node in traced.graph.find_nodes(op="placeholder"):
+        number(node)
     steps: list[Step] = []
     for piece in partition.pieces:
+        step = Step(name=piece.name, kind=piece.kind)
         if piece.kind is Kind.REGION:
-            inputs = tuple(number(n) for n in piece.inputs)
-            outputs = tuple(number(n) for n in piece.outputs)
-            step = Step(
-                name=piece.name, kind=piece.kind, piece=piece.hash, inputs=inputs, outputs=outputs
-            )
+            inputs = tuple(map(number, piece.inputs))
+            outputs = tuple(map(number, piece.outputs))
+            step = replace(step, piece=piece.hash, inputs=inputs, outputs=outputs)
         else:
-            calls = tuple(_call_of(traced, n, piece.splitting.get(n), number) for n in piece.nodes)
-            step = Step(name=piece.name, kind=piece.kind, calls=calls)
+            calls = (_call_of(traced, n, piece.splitting.get(n), number) for n in piece.nodes)
+            step = replace(step, calls=tuple(calls))
         steps.append(step)
-    (results,) = next(n for n in traced.graph.nodes if n.op == "output").args
-    outputs = tuple(number(n) for n in results)
+    results: Any = traced.graph.output_node().args[0]
+    outputs = tuple(map(number, results))
     return ProgramSpec(
         bindings=tuple(traced.bindings),
         num_values=len(numbers),
@@ -329,22 +318,13 @@ def _call_of(
             return False
         return traced.size_of(example.shape[0]) == "s"
 
-    written = {
-        a
-        for a in mutated_args(node)
-        if splitting is not None and rows_of(a.meta.get("example_value"))
-    }
-    row = encode_row(node, number)
+    call = Call(row=encode_row(node, number), out=number(node), splitting=splitting)
+    if splitting is None:
+        return call
+    written = {number(a) for a in mutated_args(node) if rows_of(a.meta.get("example_value"))}
     made = pytree.tree_leaves(node.meta.get("example_value"))
-    row_result = splitting is not None and bool(made) and all(map(rows_of, made))
-    row_args = tuple(sorted(number(a) for a in written))
-    return Call(
-        row=row,
-        out=number(node),
-        splitting=splitting,
-        row_args=row_args,
-        row_result=row_result,
-    )
+    row_result = bool(made) and all(map(rows_of, made))
+    return replace(call, row_args=tuple(sorted(written)), row_result=row_result)
 
 
 def _with_dead(steps: list[Step], outputs: Sequence[int]) -> list[Step]:
@@ -359,15 +339,4 @@ def _with_dead(steps: list[Step], outputs: Sequence[int]) -> list[Step]:
     for value, at in last.items():
         if value not in outputs:
             dead.setdefault(at, []).append(value)
-    return [
-        Step(
-            name=s.name,
-            kind=s.kind,
-            piece=s.piece,
-            inputs=s.inputs,
-            outputs=s.outputs,
-            calls=s.calls,
-            dead=tuple(sorted(dead.get(at, ()))),
-        )
-        for at, s in enumerate(steps)
-    ]
+    return [replace(s, dead=tuple(sorted(dead.get(at, ())))) for at, s in enumerate(steps)]

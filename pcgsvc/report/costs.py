@@ -1,7 +1,6 @@
 """What a batch of n tokens costs under each of several jobs: time, padding and memory.
 
-In: the rows of a comparison. Out: a `Cost` per row, and which rows are on the Pareto front. Knows
-nothing of tables, files or plots.
+In: the rows of a comparison. Out: each row with its `Cost`, and which jobs are on the Pareto front.
 
 Token counts from 1 to the largest size that any of the jobs captured count equally. A batch that
 none of a job's graphs hold is run as the plain module; its time is read off a line through the
@@ -14,7 +13,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,36 +24,24 @@ Kind = Literal["decode", "mixed"]
 KINDS: tuple[Kind, ...] = ("decode", "mixed")
 
 
-class _Rungs:
-    """Entries of one mode, by size."""
-
-    def __init__(self, steps: Iterable[Step]) -> None:
-        self.steps = sorted(steps, key=lambda step: step.size)
-        self._sizes = [step.size for step in self.steps]
-
-    def find(self, num_tokens: int) -> Step | None:
-        at = bisect.bisect_left(self._sizes, num_tokens)
-        return self.steps[at] if at < len(self.steps) else None
-
-
 class Ladder:
     """The captured entries of one job, as its dispatcher climbs them."""
 
     def __init__(self, facts: Facts) -> None:
         mode = facts.report["mode"]
         own = mode["decode"] != mode["mixed"]  # else the general entries serve both
-        self._general = _Rungs(s for s in facts.steps if s.mode == mode["mixed"])
-        self._uniform = _Rungs(s for s in facts.steps if own and s.mode == mode["decode"])
+        self._general = [s for s in facts.steps if s.mode == mode["mixed"]]
+        self._uniform = [s for s in facts.steps if own and s.mode == mode["decode"]]
         self._query_len = facts.query_len
 
     def steps(self, kind: Kind) -> list[Step]:
         """Return the entries that are meant for such batches, by size."""
-        return (self._uniform.steps if kind == "decode" else []) or self._general.steps
+        return (self._uniform if kind == "decode" else []) or self._general
 
     def find(self, kind: Kind, num_tokens: int) -> Step | None:
         """Return the entry that serves a batch; None: it is run plain."""
-        found = self._uniform.find(num_tokens) if kind == "decode" else None
-        return found or self._general.find(num_tokens)
+        found = _smallest(self._uniform, num_tokens) if kind == "decode" else None
+        return found or _smallest(self._general, num_tokens)
 
     def counts(self, kind: Kind, limit: int) -> range:
         """Return the token counts that such batches can have."""
@@ -62,56 +49,73 @@ class Ladder:
         return range(least, limit + 1, least)
 
 
+def _smallest(steps: Sequence[Step], num_tokens: int) -> Step | None:
+    """Return the smallest of ascending entries that hold a batch."""
+    at = bisect.bisect_left(steps, num_tokens, key=lambda step: step.size)
+    return steps[at] if at < len(steps) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a job costs; None: its reports do not tell."""
+    """What a job costs; None: its report does not have the times for it."""
 
+    facts: Facts
+    ladder: Ladder
     limit: int
     """The largest token count that was looked at."""
-    ladder: Ladder
     mean_us: Mapping[Kind, float | None]
     """Microseconds per step, token counts up to `limit` counting equally."""
     padding: Mapping[Kind, float | None]
     """Share of padding among all rows that are computed, counting likewise."""
     served: Mapping[Kind, float | None]
     """Share of those token counts that a graph serves."""
-    memory_bytes: int | None
-    front: bool
+    front: bool = False
     """No other job has a shorter decode step without more memory, nor less memory without a longer
     step."""
 
     @property
     def objectives(self) -> tuple[float, float] | None:
-        """Memory and mean decode step: what the Pareto front weighs; None: one is not told."""
-        time = self.mean_us["decode"]
-        return None if time is None or self.memory_bytes is None else (self.memory_bytes, time)
+        """Memory and mean decode step: what the Pareto front weighs; None: one is not known."""
+        time, memory = self.mean_us["decode"], self.facts.memory_bytes
+        return None if time is None or memory is None else (memory, time)
 
 
-def costs_of(rows: Sequence[Row]) -> list[Cost | None]:
-    """Return the cost of each job that has a report.
+class Job(NamedTuple):
+    """One job of a comparison."""
+
+    row: Row
+    cost: Cost | None
+    """None: it has no report."""
+
+    @property
+    def front(self) -> bool:
+        """Whether it is on the Pareto front."""
+        return self.cost is not None and self.cost.front
+
+
+def weigh(rows: Sequence[Row]) -> list[Job]:
+    """Return the jobs with their costs, in the order of `rows`.
 
     Jobs that ran another model, or on another device, are weighed among themselves only; a job
     that failed is on no front.
     """
-    groups: dict[str, list[int]] = defaultdict(list)
+    groups: dict[str, list[tuple[int, Facts]]] = defaultdict(list)
     for at, row in enumerate(rows):
         if row.facts is not None:
-            groups[row.facts.subject].append(at)
-    costs: list[Cost | None] = [None] * len(rows)
+            groups[row.facts.subject].append((at, row.facts))
+    costs: dict[int, Cost] = {}
     for members in groups.values():
-        found = {at: facts for at in members if (facts := rows[at].facts) is not None}
-        limit = max((s.size for facts in found.values() for s in facts.steps), default=0)
-        plain = {kind: _Plain(kind, list(found.values())) for kind in KINDS}
-        made = {at: _cost(facts, limit, plain) for at, facts in found.items()}
-        points = {at: c.objectives for at, c in made.items() if rows[at].ok}
-        known = {at: point for at, point in points.items() if point is not None}
-        for at, cost in made.items():
-            best = at in known and _is_best(known[at], list(known.values()))
-            costs[at] = replace(cost, front=best)
-    return costs
+        group = [facts for _, facts in members]
+        limit = max((s.size for facts in group for s in facts.steps), default=0)
+        plain = {kind: _PlainTimes(kind, group) for kind in KINDS}
+        found = {at: _cost(facts, limit, plain) for at, facts in members}
+        known = {at: c.objectives for at, c in found.items() if rows[at].ok and c.objectives}
+        for at, cost in found.items():
+            costs[at] = replace(cost, front=at in known and _is_best(known[at], known.values()))
+    return [Job(row, costs.get(at)) for at, row in enumerate(rows)]
 
 
-class _Plain:
+class _PlainTimes:
     """The plain module's time by token count."""
 
     def __init__(self, kind: Kind, group: Sequence[Facts]) -> None:
@@ -123,53 +127,47 @@ class _Plain:
         self._sizes = sorted(times)
         self._times = [float(np.mean(times[size])) for size in self._sizes]
 
-    def __call__(self, num_tokens: int) -> float | None:
-        """Return microseconds; None: nobody timed it."""
+    def at(self, num_tokens: int) -> float | None:
+        """Return microseconds; None: no job timed it."""
         return float(np.interp(num_tokens, self._sizes, self._times)) if self._sizes else None
 
 
-def _cost(facts: Facts, limit: int, plain: Mapping[Kind, _Plain]) -> Cost:
+_Batches = Sequence[tuple[int, Step | None]]
+"""Token counts, each with the entry that serves it."""
+
+
+def _cost(facts: Facts, limit: int, plain: Mapping[Kind, _PlainTimes]) -> Cost:
     ladder = Ladder(facts)
+    batches: dict[Kind, _Batches] = {
+        kind: [(count, ladder.find(kind, count)) for count in ladder.counts(kind, limit)]
+        for kind in KINDS
+    }
     return Cost(
-        limit=limit,
+        facts=facts,
         ladder=ladder,
-        mean_us={kind: _mean_us(ladder, kind, limit, plain[kind]) for kind in KINDS},
-        padding={kind: _padding(ladder, kind, limit) for kind in KINDS},
-        served={kind: _served(ladder, kind, limit) for kind in KINDS},
-        memory_bytes=facts.memory_bytes,
-        front=False,
+        limit=limit,
+        mean_us={kind: _mean_us(batches[kind], plain[kind]) for kind in KINDS},
+        padding={kind: _padding(batches[kind]) for kind in KINDS},
+        served={kind: _served(batches[kind]) for kind in KINDS},
     )
 
 
-def _mean_us(ladder: Ladder, kind: Kind, limit: int, plain: _Plain) -> float | None:
-    times = []
-    for count in ladder.counts(kind, limit):
-        step = ladder.find(kind, count)
-        time = plain(count) if step is None else step.step_us
-        if time is None:
-            return None
-        times.append(time)
-    return float(np.mean(times)) if times else None
+def _mean_us(batches: _Batches, plain: _PlainTimes) -> float | None:
+    times = [plain.at(count) if step is None else step.step_us for count, step in batches]
+    known = [time for time in times if time is not None]
+    return float(np.mean(known)) if known and len(known) == len(times) else None
 
 
-def _padding(ladder: Ladder, kind: Kind, limit: int) -> float | None:
-    counts = ladder.counts(kind, limit)
-    if not counts:
-        return None
-    found = [ladder.find(kind, count) for count in counts]
-    computed = sum(
-        count if step is None else step.size for count, step in zip(counts, found, strict=True)
-    )
-    return 1 - sum(counts) / computed
+def _padding(batches: _Batches) -> float | None:
+    computed = sum(count if step is None else step.size for count, step in batches)
+    return 1 - sum(count for count, _ in batches) / computed if batches else None
 
 
-def _served(ladder: Ladder, kind: Kind, limit: int) -> float | None:
-    counts = ladder.counts(kind, limit)
-    found = [ladder.find(kind, count) is not None for count in counts]
-    return sum(found) / len(found) if found else None
+def _served(batches: _Batches) -> float | None:
+    return sum(step is not None for _, step in batches) / len(batches) if batches else None
 
 
-def _is_best(point: tuple[float, float], points: Sequence[tuple[float, float]]) -> bool:
+def _is_best(point: tuple[float, float], points: Iterable[tuple[float, float]]) -> bool:
     return not any(
         other != point and all(a <= b for a, b in zip(other, point, strict=True))
         for other in points

@@ -1,6 +1,6 @@
-"""Reports that lie on disk, for a comparison.
+"""Reports of earlier jobs, for a comparison.
 
-In: paths. Out: rows, or a `ConfigError` that names the file. Knows nothing of Hydra or tables.
+In: paths. Out: rows, or a `ConfigError` that names the file.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,14 @@ from pcgsvc.report.rows import Facts, Row, facts_of
 SETTING = "compare.reports"
 
 
-@dataclass(frozen=True)
-class Existing:
-    """One report that was found and is whole."""
-
-    path: Path
-    facts: Facts
-
-
-def read_reports(paths: Sequence[str]) -> list[Existing]:
+def read_reports(paths: Sequence[str]) -> list[Row]:
     """Read reports; a folder stands for every `report.json` below it, by natural order.
 
+    Returns:
+        A row per report, numbered in their order.
+
     Raises:
-        ConfigError: a path is missing, stands twice, or is no whole report of schema 1.
+        ConfigError: a path is missing, is listed twice, or is no whole report of schema 1.
     """
     if not paths:
         raise ConfigError(
@@ -42,30 +36,27 @@ def read_reports(paths: Sequence[str]) -> list[Existing]:
     for word in paths:
         for path in _files(word):
             if any(path.samefile(other) for other in found):
-                raise ConfigError(f"{SETTING}: '{path}' stands there twice; name it once.")
+                raise ConfigError(f"{SETTING}: '{path}' is listed twice; name it once.")
             found.append(path)
-    return [Existing(path, _read(path)) for path in found]
-
-
-def rows_of(reports: Sequence[Existing]) -> list[Row]:
-    """Return a row per report, numbered in their order."""
-    differs = differing_settings([one.facts.report for one in reports])
+    facts = [_read(path) for path in found]
+    differs = differing_settings([one.report for one in facts])
     return [
-        Row(
-            name=str(at),
-            differs=differs[at],
-            status="failed" if _is_wrong(one.facts) else "done",
-            reason="its replay differs from plain execution" if _is_wrong(one.facts) else None,
-            place=str(one.path),
-            facts=one.facts,
-        )
-        for at, one in enumerate(reports)
+        _row(str(at), path, one, differs[at])
+        for at, (path, one) in enumerate(zip(found, facts, strict=True))
     ]
 
 
-def _is_wrong(facts: Facts) -> bool:
+def _row(name: str, path: Path, facts: Facts, differs: dict[str, str]) -> Row:
     verified = facts.verified
-    return verified is not None and verified[0] < verified[1]
+    wrong = verified is not None and verified[0] < verified[1]
+    return Row(
+        name=name,
+        differs=differs,
+        status="failed" if wrong else "done",
+        reason="its replay differs from plain execution" if wrong else None,
+        place=str(path),
+        facts=facts,
+    )
 
 
 def _files(word: str) -> list[Path]:

@@ -1,6 +1,6 @@
-"""Files that are whole or as they were.
+"""Files that are written whole, or stay as they were.
 
-In: a path and what it shall hold. Out: the file. Knows nothing of what is in it.
+In: a path and content. Out: the file.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """Write JSON in one step; what JSON has no form for (NaN too) is an error, and no file."""
+    """Write JSON in one step; what JSON cannot hold (NaN too) is an error."""
     write_whole(path, (json.dumps(tree, indent=2, allow_nan=False) + "\n").encode())

@@ -1,20 +1,20 @@
 """The files of a plan beside its report: a picture, and a page with everything in it.
 
-In: a report with its `plan`. Out: `plan.svg` and `plan.html`. Knows nothing of how they look.
+In: a report with its `plan`. Out: `plan.svg` and `plan.html`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from pcgsvc.report.plan_html import plan_html
 from pcgsvc.report.plan_svg import plan_svg
+from pcgsvc.report.plots import has_matplotlib, not_drawn
 
 
 def draw_plan(report: dict[str, Any], path: Path) -> None:
-    """Write the files beside the report and note their places in it.
+    """Write the files beside the report and note their paths in it.
 
     Args:
         report: with `plan`; gets `plan.files`.
@@ -33,6 +33,4 @@ def draw_plan(report: dict[str, Any], path: Path) -> None:
 
 def picture_problem() -> str | None:
     """Return why no picture can be drawn, or None."""
-    if importlib.util.find_spec("matplotlib") is not None:
-        return None
-    return "plan.svg is not drawn: matplotlib is missing; pip install matplotlib"
+    return None if has_matplotlib() else not_drawn("plan.svg")

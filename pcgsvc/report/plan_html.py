@@ -1,6 +1,6 @@
 """The page of a plan: one file that needs no other and no network.
 
-In: a report with its `plan`. Out: HTML text. Knows nothing of planning.
+In: a report with its `plan`. Out: HTML text.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 
 from jinja2 import Environment
 
-from pcgsvc.report.plan_svg import cells, colour_of, split_words, title_words
-from pcgsvc.report.plan_text import bytes_words, graphs_words, module_words, support_words
+from pcgsvc.report import words
+from pcgsvc.report.plan_svg import colour_of
 
 _PAGE = """\
 <!doctype html>
@@ -71,7 +71,7 @@ summary { cursor: pointer; }
 
 <h2>Pieces</h2>
 <table>
-<tr><th></th><th class="number">times</th><th>kind</th><th>ops</th><th>why it is cut there</th></tr>
+<tr><th></th><th class="number">times</th><th>kind</th><th>ops</th><th>why it is split</th></tr>
 {% for kind in kinds %}
 <tr id="kind-{{ loop.index0 }}">
 <td><span class="swatch" style="{{ kind.style }}"></span></td>
@@ -93,11 +93,11 @@ summary { cursor: pointer; }
 
 <h2>Splitting ops</h2>
 <table>
-<tr><th>op</th><th class="number">matched</th><th>how far it may go into a graph</th></tr>
+<tr><th>op</th><th class="number">matched</th><th>where it may be captured</th></tr>
 {% for op in report.partition.splitting_ops %}
 <tr><td><code>{{ op.name }}</code></td><td class="number">{{ op.count }}</td>
 <td>{{ supports.get(op.name, '') }}</td></tr>
-{% else %}<tr><td colspan="3">none: the graph is cut nowhere</td></tr>
+{% else %}<tr><td colspan="3">none: the graph is not split</td></tr>
 {% endfor %}
 </table>
 
@@ -146,41 +146,30 @@ def plan_html(report: dict[str, Any]) -> str:
     """Return the page; everything from the report is escaped."""
     plan = report["plan"]
     kinds = [_drawn(plan["kinds"], at) for at in range(len(plan["kinds"]))]
+    chain = [
+        {**stretch, "cells": [{"number": at, "kind": kinds[at]} for at in stretch["kinds"]]}
+        for stretch in plan["sequence"]
+    ]
     environment = Environment(autoescape=True, trim_blocks=True)
     return environment.from_string(_PAGE).render(
         report=report,
         plan=plan,
-        title=title_words(report),
-        split=split_words(report["partition"]),
-        chain=_chain(plan, kinds),
+        title=words.model(report["config"]["model"]),
+        split=words.split(report["partition"]),
+        chain=chain,
         kinds=kinds,
-        supports={row["op"]: support_words(row).partition(": ")[2] for row in plan["support"]},
-        graphs=graphs_words(plan["graphs"]),
-        modules=module_words(plan["compile_modules"]),
+        supports={row["op"]: words.support(row).partition(": ")[2] for row in plan["support"]},
+        graphs=words.graphs(plan["graphs"]),
+        modules=words.modules(plan["compile_modules"]),
         largest=max([1, *(item["bytes"] for item in plan["memory"]["items"])]),
-        notes=[*plan["notes"], *plan["memory"]["notes"]],
-        bytes=bytes_words,
+        notes=words.notes(plan),
+        bytes=words.memory,
     )
 
 
 def _drawn(kinds: list[dict[str, Any]], at: int) -> dict[str, Any]:
     """Return a kind of piece with how its box looks."""
     kind, colour = kinds[at], colour_of(kinds, at)
-    region = kind["kind"] == "region"
-    return {
-        **kind,
-        "style": f"border-color: {colour}; {'background' if region else 'color'}: {colour}",
-        "label": f"{kind['num_ops']} ops"
-        if region
-        else ", ".join(o["op"] for o in kind["splitting"]),
-    }
-
-
-def _chain(plan: dict[str, Any], kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the boxes by stretch."""
-    stretches: list[dict[str, Any]] = []
-    for cell in cells(plan):
-        if cell.first:
-            stretches.append({"repeat": cell.repeat, "cells": []})
-        stretches[-1]["cells"].append({"number": cell.kind, "kind": kinds[cell.kind]})
-    return stretches
+    filled = "background" if kind["kind"] == "region" else "color"
+    style = f"border-color: {colour}; {filled}: {colour}"
+    return {**kind, "style": style, "label": ", ".join(words.content(kind))}

@@ -1,22 +1,24 @@
 """The panels of the picture that compares jobs.
 
-In: matplotlib's axes, and jobs with their colours. Out: what is drawn on them. Knows nothing of
-figures or files.
+In: matplotlib's axes, and jobs with their colours. Out: what is drawn on them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pcgsvc.report.costs import Cost, Kind
-from pcgsvc.report.rows import Facts, Step
+from pcgsvc.report.rows import Row
 
 GREY = "#9a9a9a"
 """Of jobs that have no colour of their own."""
 
+_GRAPHS, _MEMORY = "graphs.num_graphs", "memory_bytes"
+_START, _MEAN = "seconds.total", "mean_us.decode"
+_MIB = "MiB that the graphs hold"
 _DASHES = ("-", (0, (4, 3)), (0, (1.5, 2.5)))
 _WIDE = 8.0
 """Largest over smallest value from which on an axis is logarithmic."""
@@ -26,10 +28,11 @@ _WIDE = 8.0
 class PlotJob:
     """One job that has something to show."""
 
-    name: str
-    label: str
-    facts: Facts
+    row: Row
     cost: Cost
+    """Of a report with `graphs`."""
+    figures: Mapping[str, Any]
+    """By dotted names, see `figures.flat`."""
     colour: Any
     marker: str
 
@@ -38,16 +41,10 @@ class PlotJob:
         """How its marks look."""
         return {"color": self.colour, "marker": self.marker, "markersize": 7, "linestyle": "none"}
 
-    @property
-    def num_graphs(self) -> int:
-        """How many graphs it captured."""
-        assert self.facts.graphs is not None
-        return int(self.facts.graphs["num_graphs"])
-
-    @property
-    def memory_mib(self) -> float:
-        """What they hold."""
-        return (self.cost.memory_bytes or 0) / 2**20
+    def value(self, name: str) -> float:
+        """Return a figure as it is drawn: bytes in MiB."""
+        number = float(self.figures[name])
+        return number / 2**20 if name.endswith("_bytes") else number
 
 
 def list_of(names: Iterable[str]) -> str:
@@ -61,20 +58,18 @@ def list_of(names: Iterable[str]) -> str:
 
 def draw_steps(axes: Any, kind: Kind, title: str, jobs: Sequence[PlotJob]) -> None:
     """Draw what a batch of so many tokens takes: a stair per job, a mark at each captured size."""
-    axes.set_title(title)
-    axes.set_ylabel("µs per step")
+    axes.set(title=title, ylabel="µs per step")
     plain: dict[int, list[float]] = defaultdict(list)
     times: list[float] = []
     for job in jobs:
         steps = [s for s in job.cost.ladder.steps(kind) if s.step_us is not None]
         if not steps:
             continue
-        # A batch is padded up to the next size, so a stair's value holds to the left of its mark.
-        sizes = [s.size for s in steps]
-        values = [float(s.step_us or 0) for s in steps]
+        sizes, values = [s.size for s in steps], [s.step_us or 0.0 for s in steps]
         times += values
-        line = {"color": job.colour, "linewidth": 1.4, "drawstyle": "steps-pre"}
-        axes.plot([1, *sizes], [values[0], *values], **line)
+        # A batch is padded up to the next size, so a stair's value holds to the left of its mark.
+        stair = {"color": job.colour, "linewidth": 1.4, "drawstyle": "steps-pre"}
+        axes.plot([1, *sizes], [values[0], *values], **stair)
         axes.plot(sizes, values, **job.style)
         for step in steps:
             if step.plain_us is not None:
@@ -94,11 +89,11 @@ def draw_steps(axes: Any, kind: Kind, title: str, jobs: Sequence[PlotJob]) -> No
 
 def draw_padding(axes: Any, jobs: Sequence[PlotJob]) -> None:
     """Draw which share of a step is padding; jobs with the same sizes share a line."""
-    axes.set_title("Padding by tokens in the batch")
-    axes.set_ylabel("padding, % of the rows computed")
+    axes.set(title="Padding by tokens in the batch", ylabel="padding, % of the rows computed")
     ladders: dict[tuple[int, ...], list[PlotJob]] = defaultdict(list)
     for job in jobs:
-        sizes = tuple(s.size for s in _steps_for_any(job))
+        ladder = job.cost.ladder  # where no entry takes any batch, those for uniform ones count
+        sizes = tuple(s.size for s in ladder.steps("mixed") or ladder.steps("decode"))
         if sizes:
             ladders[sizes].append(job)
     # The shortest last and dashed, or a longer ladder with the same first rungs would hide it.
@@ -106,15 +101,12 @@ def draw_padding(axes: Any, jobs: Sequence[PlotJob]) -> None:
         counts = range(1, max(sizes) + 1)
         shares = [100 * (1 - n / min(s for s in sizes if s >= n)) for n in counts]
         first = next((job for job in members if job.colour != GREY), members[0])
-        axes.plot(
-            list(counts),
-            shares,
-            color=first.colour,
-            linewidth=1.6,
-            linestyle=_DASHES[at % len(_DASHES)],
-            marker="." if max(sizes) <= 64 else None,
-            label=f"job{'s' if len(members) > 1 else ''} {list_of(job.name for job in members)}",
-        )
+        dashes = _DASHES[at % len(_DASHES)]
+        dots = "." if max(sizes) <= 64 else None
+        names = list_of(job.row.name for job in members)
+        label = f"job{'s' if len(members) > 1 else ''} {names}"
+        style = {"color": first.colour, "linewidth": 1.6, "linestyle": dashes, "marker": dots}
+        axes.plot(list(counts), shares, label=label, **style)
     _tokens(axes, jobs)
     axes.set_ylim(-2, max(axes.get_ylim()[1], 20) * 1.15)
     if not ladders:
@@ -123,14 +115,9 @@ def draw_padding(axes: Any, jobs: Sequence[PlotJob]) -> None:
         axes.legend(loc="upper left", frameon=False, ncol=2)
 
 
-def _steps_for_any(job: PlotJob) -> list[Step]:
-    """Return the entries for any batch, or those for uniform ones where there are no others."""
-    return job.cost.ladder.steps("mixed") or job.cost.ladder.steps("decode")
-
-
 def _tokens(axes: Any, jobs: Sequence[PlotJob]) -> None:
     axes.set_xlabel("tokens in the batch")
-    largest = max((s.size for job in jobs for s in job.facts.steps), default=1)
+    largest = max((s.size for job in jobs for s in job.cost.facts.steps), default=1)
     if largest > 8:
         axes.set_xscale("log", base=2)
     powers = [2**k for k in range(largest.bit_length())]
@@ -145,21 +132,18 @@ def _tokens(axes: Any, jobs: Sequence[PlotJob]) -> None:
 
 def draw_memory(axes: Any, jobs: Sequence[PlotJob]) -> None:
     """Draw what the graphs hold."""
-    axes.set_title("Memory by number of graphs")
-    axes.set_ylabel("MiB that the graphs hold")
-    _scatter(axes, jobs, lambda job: job.num_graphs, lambda job: job.memory_mib)
+    axes.set(title="Memory by number of graphs", ylabel=_MIB)
+    _scatter(axes, jobs, _GRAPHS, _MEMORY)
     _graphs(axes)
 
 
 def draw_start(axes: Any, jobs: Sequence[PlotJob]) -> None:
     """Draw what a start takes, and the part of it that more graphs make longer."""
-    axes.set_title("Start-up time by number of graphs")
-    axes.set_ylabel("seconds until the runner is ready")
-    _scatter(axes, jobs, lambda j: j.num_graphs, lambda j: j.facts.start_s, hollow=_is_cold)
+    axes.set(title="Start-up time by number of graphs", ylabel="seconds until the runner is ready")
+    _scatter(axes, jobs, _GRAPHS, _START, hollow=_is_cold)
     for job in jobs:
-        seconds = job.facts.report["compile"]["seconds"]
-        capture = seconds.get("warmup", 0.0) + seconds.get("capture", 0.0)
-        axes.plot(job.num_graphs, capture, marker="_", markersize=13, color=job.colour)
+        capture = sum(job.figures.get(f"seconds.{phase}", 0.0) for phase in ("warmup", "capture"))
+        axes.plot(job.value(_GRAPHS), capture, marker="_", markersize=13, color=job.colour)
     _graphs(axes)
     shapes = [("warm start", "o", "black"), ("of it, warm-up and capture", "_", "black")]
     if any(map(_is_cold, jobs)):
@@ -178,7 +162,7 @@ def _graphs(axes: Any) -> None:
 
 
 def _is_cold(job: PlotJob) -> bool:
-    return bool(job.facts.report["compile"]["start"] == "cold")
+    return bool(job.figures["compile.start"] == "cold")
 
 
 # ---- against each other --------------------------------------------------------------------------
@@ -186,10 +170,12 @@ def _is_cold(job: PlotJob) -> bool:
 
 def draw_front(axes: Any, jobs: Sequence[PlotJob]) -> None:
     """Draw the two costs against each other; down and to the left is better."""
-    axes.set_title("Pareto front: decode step against memory")
-    axes.set_xlabel("MiB that the graphs hold")
     limit = max((job.cost.limit for job in jobs), default=0)
-    axes.set_ylabel(f"mean µs per decode step, 1 to {limit} tokens")
+    axes.set(
+        title="Pareto front: decode step against memory",
+        xlabel=_MIB,
+        ylabel=f"mean µs per decode step, 1 to {limit} tokens",
+    )
     known = [job for job in jobs if job.cost.objectives is not None]
     if not known:
         _nothing(axes, "not timed")
@@ -197,13 +183,12 @@ def draw_front(axes: Any, jobs: Sequence[PlotJob]) -> None:
     fronts: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for job in known:
         if job.cost.front:
-            fronts[job.facts.subject].append((job.memory_mib, _mean(job)))
-    line = {"color": "black", "linewidth": 1, "linestyle": ":", "zorder": 1}
+            fronts[job.cost.facts.subject].append((job.value(_MEMORY), job.value(_MEAN)))
     for points in fronts.values():
-        xs, ys = zip(*sorted(points), strict=True)
-        axes.plot(xs, ys, drawstyle="steps-post", **line)
-    _scatter(axes, known, lambda j: j.memory_mib, _mean, hollow=lambda j: not j.cost.front)
-    times = [_mean(job) for job in known]
+        stair = {"drawstyle": "steps-post", "linewidth": 1, "zorder": 1}
+        axes.plot(*zip(*sorted(points), strict=True), ":", color="black", **stair)
+    _scatter(axes, known, _MEMORY, _MEAN, hollow=lambda job: not job.cost.front)
+    times = [job.value(_MEAN) for job in known]
     if max(times) > _WIDE * min(times):
         _values(axes, times)
     axes.plot([], [], "ko", label="on the front")
@@ -212,35 +197,27 @@ def draw_front(axes: Any, jobs: Sequence[PlotJob]) -> None:
     axes.legend(loc="best", frameon=False)
 
 
-def _mean(job: PlotJob) -> float:
-    return job.cost.mean_us["decode"] or 0.0
-
-
 # ---- shared --------------------------------------------------------------------------------------
 
 
 def _scatter(
     axes: Any,
     jobs: Sequence[PlotJob],
-    x: Callable[[PlotJob], float],
-    y: Callable[[PlotJob], float],
+    x: str,
+    y: str,
     hollow: Callable[[PlotJob], bool] = lambda job: False,
 ) -> None:
-    """Mark each job, with its number beside it; jobs on one spot share the label."""
+    """Mark each job at two of its figures, with its number; jobs on one spot share the label."""
     spots: dict[tuple[float, float], list[PlotJob]] = defaultdict(list)
     for job in jobs:
         face = {"markerfacecolor": "white"} if hollow(job) else {}
-        axes.plot(x(job), y(job), **job.style | face)
-        spots[x(job), y(job)].append(job)
+        spot = job.value(x), job.value(y)
+        axes.plot(*spot, **job.style | face)
+        spots[spot].append(job)
+    place = {"xytext": (7, 5), "textcoords": "offset points", "fontsize": 10}
     for spot, members in spots.items():
-        axes.annotate(
-            list_of(job.name for job in members),
-            spot,
-            xytext=(7, 5),
-            textcoords="offset points",
-            color=members[0].colour,
-            fontsize=10,
-        )
+        names = list_of(job.row.name for job in members)
+        axes.annotate(names, spot, color=members[0].colour, **place)
     axes.margins(0.2)
     axes.grid(alpha=0.25)
     if not jobs:
@@ -248,7 +225,7 @@ def _scatter(
 
 
 def _values(axes: Any, values: Sequence[float]) -> None:
-    """Scale an axis of times: from nought, or by powers where they are far apart."""
+    """Scale an axis of times: from 0, or logarithmic where they are far apart."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     if not values or max(values) <= _WIDE * min(values):

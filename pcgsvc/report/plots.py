@@ -1,7 +1,7 @@
 """The comparison of jobs as one picture.
 
-In: rows and their costs. Out: a PNG as bytes. Imports matplotlib when asked for a picture, draws
-with its Agg renderer, and leaves its global state (backend, pyplot, style) alone.
+In: jobs. Out: a PNG as bytes. Imports matplotlib when asked for a picture, draws with its Agg
+renderer, and leaves its global state (backend, pyplot, style) alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from pcgsvc.report.costs import Cost
+from pcgsvc.report.costs import Job
+from pcgsvc.report.figures import RECORDED, figures_of, flat
 from pcgsvc.report.plot_panels import (
     GREY,
     PlotJob,
@@ -38,14 +39,19 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def png_of(title: str, rows: Sequence[Row], costs: Sequence[Cost | None]) -> bytes:
+def not_drawn(name: str) -> str:
+    """Return the warning that stands in for a picture where `has_matplotlib` is false."""
+    return f"{name} is not drawn: matplotlib is not installed (pip install matplotlib)"
+
+
+def png_of(title: str, jobs: Sequence[Job]) -> bytes:
     """Return the picture as a PNG; see `figure_of`."""
     out = io.BytesIO()
-    figure_of(title, rows, costs).savefig(out, format="png", metadata={"Software": "pcgsvc"})
+    figure_of(title, jobs).savefig(out, format="png", metadata={"Software": "pcgsvc"})
     return out.getvalue()
 
 
-def figure_of(title: str, rows: Sequence[Row], costs: Sequence[Cost | None]) -> Any:
+def figure_of(title: str, jobs: Sequence[Job]) -> Any:
     """Draw the comparison.
 
     Six panels: step time of uniform and of all other batches, and padding, by tokens in the batch;
@@ -58,49 +64,44 @@ def figure_of(title: str, rows: Sequence[Row], costs: Sequence[Cost | None]) -> 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    jobs = _jobs(rows, costs)
-    lines = -(-len(_coloured(jobs)) // 2)
+    shown = _plot_jobs(jobs)
+    lines = -(-len(_coloured(shown)) // 2)
     figure: Any = Figure(figsize=(15, 8.6 + 0.26 * lines), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower, legend = figure.subfigures(3, 1, height_ratios=[4, 4, 0.3 + 0.26 * lines])
     by_tokens, by_graphs = upper.subplots(1, 3), lower.subplots(1, 3)
     figure.suptitle(title, fontsize=14, fontweight="bold")
-    draw_steps(by_tokens[0], "decode", "Step time of uniform decode batches", jobs)
-    draw_steps(by_tokens[1], "mixed", "Step time of all other batches", jobs)
-    draw_padding(by_tokens[2], jobs)
-    draw_memory(by_graphs[0], jobs)
-    draw_start(by_graphs[1], jobs)
-    draw_front(by_graphs[2], jobs)
-    _legend(legend, jobs, rows)
+    draw_steps(by_tokens[0], "decode", "Step time of uniform decode batches", shown)
+    draw_steps(by_tokens[1], "mixed", "Step time of all other batches", shown)
+    draw_padding(by_tokens[2], shown)
+    draw_memory(by_graphs[0], shown)
+    draw_start(by_graphs[1], shown)
+    draw_front(by_graphs[2], shown)
+    _legend(legend, shown, jobs)
     return figure
 
 
-def _jobs(rows: Sequence[Row], costs: Sequence[Cost | None]) -> list[PlotJob]:
+def _plot_jobs(jobs: Sequence[Job]) -> list[PlotJob]:
     """Give each job that can be drawn a colour: the front first, then the others in their order."""
     from matplotlib import colormaps
 
     palette = colormaps["tab10"]
     shown = [
-        (row, row.facts, cost)
-        for row, cost in zip(rows, costs, strict=True)
-        if row.ok and cost is not None and row.facts is not None and row.facts.graphs is not None
+        (row, cost)
+        for row, cost in jobs
+        if row.ok and cost is not None and cost.facts.graphs is not None
     ]
-    ranked = sorted(range(len(shown)), key=lambda at: (not shown[at][2].front, at))
-    coloured = sorted(ranked[: len(_COLOURS)])
-    jobs = []
-    for at, (row, facts, cost) in enumerate(shown):
-        number = coloured.index(at) if at in coloured else None
-        jobs.append(
-            PlotJob(
-                name=row.name,
-                label=_label(row),
-                facts=facts,
-                cost=cost,
-                colour=GREY if number is None else palette(_COLOURS[number]),
-                marker="." if number is None else _MARKERS[number],
-            )
-        )
-    return jobs
+    ranked = sorted(range(len(shown)), key=lambda at: (not shown[at][1].front, at))
+    looks = {
+        at: (palette(_COLOURS[number]), _MARKERS[number])
+        for number, at in enumerate(sorted(ranked[: len(_COLOURS)]))
+    }
+    found = []
+    for at, (row, cost) in enumerate(shown):
+        figures = flat(figures_of(Job(row, cost)))
+        colour, marker = looks.get(at, (GREY, "."))
+        found.append(PlotJob(row=row, cost=cost, figures=figures, colour=colour, marker=marker))
+    return found
 
 
 def _coloured(jobs: Sequence[PlotJob]) -> list[PlotJob]:
@@ -120,20 +121,20 @@ def _short(value: str) -> str:
     return f"[{','.join(items[:4])},…,{items[-1]}]x{len(items)}"
 
 
-def _legend(figure: Any, jobs: Sequence[PlotJob], rows: Sequence[Row]) -> None:
+def _legend(figure: Any, shown: Sequence[PlotJob], jobs: Sequence[Job]) -> None:
     """Name the jobs, and say what is not drawn and what the figures are not."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], **job.style, label=job.label) for job in _coloured(jobs)]
+    handles = [Line2D([], [], **job.style, label=_label(job.row)) for job in _coloured(shown)]
     notes = []
-    if len(handles) < len(jobs):
-        notes.append(f"grey: {len(jobs) - len(handles)} more jobs")
-    missing = [row.name for row in rows if row.name not in {job.name for job in jobs}]
+    if len(handles) < len(shown):
+        notes.append(f"grey: {len(shown) - len(handles)} more jobs")
+    missing = [row.name for row, _ in jobs if row.name not in {job.row.name for job in shown}]
     if missing:
         notes.append(f"not drawn, failed or without graphs: {list_of(missing)}")
-    if any(job.facts.graphs and job.facts.graphs["backend"] == "recorded" for job in jobs):
-        notes.append("recorded graphs are the CPU's stand-in and say nothing of CUDA graphs' speed")
-    if len({job.facts.subject for job in jobs}) > 1:
+    if any(job.cost.facts.recorded for job in shown):
+        notes.append(RECORDED)
+    if len({job.cost.facts.subject for job in shown}) > 1:
         notes.append("models or devices differ: compare times within one of them only")
     if handles:
         figure.legend(handles=handles, loc="upper center", ncol=2, frameon=False, fontsize=11)

@@ -1,6 +1,6 @@
 """Progress bars for long phases, in a terminal only.
 
-In: phases and units. Out: bars. Knows nothing of what the phases do.
+In: phases and units. Out: bars.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pcgsvc.events import Silent
 
 
 class Bars:
-    """The bar of the phase that runs; what a phase did is a log line above."""
+    """The bar of the phase that runs; its result is a log line above."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
         self._task = bars.add_task("start", total=1, visible=False)
 
     def start(self, phase: str, total: int) -> None:
-        """See `progress.Progress.start`."""
+        """See `events.Progress.start`."""
         # One unit cannot be counted: its bar moves to and fro until it is done.
         self._task = self._bars.add_task(phase, total=total if total > 1 else None)
 
     def advance(self) -> None:
-        """See `progress.Progress.advance`."""
+        """See `events.Progress.advance`."""
         self._bars.advance(self._task)
 
     def stop(self) -> None:
-        """See `progress.Progress.stop`."""
+        """See `events.Progress.stop`."""
         self._bars.update(self._task, visible=False)
         self._bars.stop_task(self._task)
 

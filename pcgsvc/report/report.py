@@ -43,7 +43,7 @@ def program_report(
         "guards": {
             "size_conditions": list(image.predicate.conditions),
             "num_recorded": image.num_guards,
-            "num_reread": len(image.reads),
+            "num_reread": len(image.guards),
         },
         "warnings": list(warnings),
         **({} if request.sizes is None else {"chosen_sizes": chosen(request.sizes)}),

@@ -1,12 +1,12 @@
-"""What one report says, as the row of a table that compares jobs.
+"""One job of a comparison, and the report that it wrote.
 
-In: a report, or a job that has none. Out: a `Row`. Knows nothing of files, Hydra, tables or plots.
+In: a report as JSON types. Out: `Facts`, or a `ConfigError` that says what is wrong with it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,23 +44,23 @@ class Facts:
 
     @property
     def graphs(self) -> Mapping[str, Any] | None:
-        """The report's words on captured graphs; None: the job captured none by intent."""
+        """The report's `graphs`; None: the job was not meant to capture any."""
         return self.report.get("graphs")
 
     @property
+    def recorded(self) -> bool:
+        """Whether its graphs are the CPU's recordings."""
+        return self.graphs is not None and self.graphs["backend"] == "recorded"
+
+    @property
     def memory_bytes(self) -> int | None:
-        """What the graphs hold: the device's memory where it is told, else their pool's."""
+        """What the graphs hold: the larger of their pool and the device memory they took."""
         graphs = self.graphs
         return None if graphs is None else max(graphs["pool_bytes"], graphs["device_bytes"])
 
     @property
-    def start_s(self) -> float:
-        """Seconds from the start of the build until the runner was ready."""
-        return float(self.report["compile"]["seconds"]["total"])
-
-    @property
     def verified(self) -> tuple[int, int] | None:
-        """How many entries were found right, of how many; None: none was looked at."""
+        """How many entries were found right, of how many; None: none was compared."""
         rows = self.report.get("verify")
         return None if rows is None else (sum(row["ok"] for row in rows), len(rows))
 
@@ -87,59 +87,26 @@ class Row:
     name: str
     """Its number in a sweep, or its report's path."""
     differs: dict[str, str]
-    """In what it differs from the others, by setting."""
+    """Settings in which it differs from the others."""
     status: str
     """`done`, `failed`, `interrupted` or `not run`."""
     reason: str | None = None
     """What went wrong."""
     overrides: list[str] = field(default_factory=list)
     place: str | None = None
-    """Path of its report; None: there is none."""
+    """Path of its report; None: it wrote none."""
     output: str | None = None
     """Path of what it printed; None: not kept."""
     wall_s: float | None = None
     """Seconds from start to end of its process."""
     peak_host_bytes: int | None = None
     facts: Facts | None = None
-    """None: there is no report."""
+    """None: it has no report."""
 
     @property
     def ok(self) -> bool:
-        """Whether its figures may be relied on."""
+        """Whether its figures can be relied on."""
         return self.status == "done"
-
-
-_PLACES: dict[str, type | tuple[type, ...]] = {
-    "pcgsvc": str,
-    "torch": str,
-    "device": str,
-    "config": dict,
-    "mode.requested": str,
-    "mode.resolved": str,
-    "mode.decode": str,
-    "mode.mixed": str,
-    "partition.strategy": str,
-    "partition.num_regions": int,
-    "partition.num_boundaries": int,
-    "partition.num_unique_pieces": int,
-    "compile.compiler": str,
-    "compile.start": str,
-    "compile.num_traces": int,
-    "compile.num_compiled": int,
-    "compile.num_loaded": int,
-    "compile.seconds": dict,
-    "compile.seconds.total": (int, float),
-}
-_GRAPH_PLACES: dict[str, type | tuple[type, ...]] = {
-    "graphs.backend": str,
-    "graphs.num_graphs": int,
-    "graphs.by_mode": dict,
-    "graphs.sizes": list,
-    "graphs.skipped": list,
-    "graphs.pool_bytes": int,
-    "graphs.device_bytes": int,
-}
-"""What is read of a report, and its kind."""
 
 
 def facts_of(report: Any) -> Facts:
@@ -154,13 +121,11 @@ def facts_of(report: Any) -> Facts:
         raise ConfigError(
             f"its schema is {report.get('schema')!r}, and this version of pcgsvc reads schema 1."
         )
-    for path, kind in (_PLACES | (_GRAPH_PLACES if "graphs" in report else {})).items():
-        _need(report, path, kind)
-    _check_parts(report)
+    _check(report, _REPORT, "")
     steps: dict[tuple[str, int], dict[str, float]] = {}
-    for row in _rows(report, "verify", ("mode", "size", "ok", "max_rel_err")):
+    for row in report.get("verify", []):
         steps[row["mode"], row["size"]] = {}
-    for row in _rows(report, "bench", ("mode", "size", *_TIMES)):
+    for row in report.get("bench", []):
         steps[row["mode"], row["size"]] = {name: float(row[name]) for name in _TIMES}
     return Facts(
         report=report,
@@ -168,55 +133,70 @@ def facts_of(report: Any) -> Facts:
     )
 
 
+# ---- what is read of a report --------------------------------------------------------------------
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
 _TIMES = ("step_us", "host_us", "plain_us")
+_ENTRY = {"mode": _text, "size": _count}
+_REPORT: dict[str, Any] = {
+    **dict.fromkeys(("pcgsvc", "torch", "device"), _text),
+    "config": {"capture?": {"uniform_query_len?": _count}},
+    "mode": dict.fromkeys(("requested", "resolved", "decode", "mixed"), _text),
+    "partition": {
+        "strategy": _text,
+        **dict.fromkeys(("num_regions", "num_boundaries", "num_unique_pieces"), _whole),
+    },
+    "compile": {
+        **dict.fromkeys(("compiler", "start"), _text),
+        **dict.fromkeys(("num_traces", "num_compiled", "num_loaded"), _whole),
+        "seconds": {"total": _number, "*": _number},
+    },
+    "graphs?": {
+        "backend": _text,
+        **dict.fromkeys(("num_graphs", "pool_bytes", "device_bytes"), _whole),
+        **{"by_mode": {}, "sizes": [], "skipped": [{"size": _whole, "reason": _text}]},
+    },
+    "verify?": [{**_ENTRY, "ok": _flag, "max_rel_err": _number}],
+    "bench?": [{**_ENTRY, **dict.fromkeys(_TIMES, _number)}],
+}
+"""The form of what is read: a test of a value, a list of such things, or names with the form of
+each. A name with `?` may be missing; `*` stands for every name."""
 
 
-def _check_parts(report: Mapping[str, Any]) -> None:
-    """Refuse parts whose insides are not what is read of them."""
-    capture = report["config"].get("capture", {})
-    query_len = capture.get("uniform_query_len", 1) if isinstance(capture, Mapping) else None
-    skipped = report.get("graphs", {}).get("skipped", [])
-    whole = {
-        "config.capture": type(query_len) is int and query_len >= 1,
-        "compile.seconds": all(map(_is_number, report["compile"]["seconds"].values())),
-        "graphs.skipped": all(
-            isinstance(s, Mapping) and {"size", "reason"} <= {*s} for s in skipped
-        ),
-    }
-    for path, fits in whole.items():
-        if not fits:
-            raise ConfigError(f"it is no whole report: {path} is not as pcgsvc writes it.")
-
-
-def _need(report: Mapping[str, Any], path: str, kind: type | tuple[type, ...]) -> None:
-    value: Any = report
-    for name in path.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise ConfigError(f"it is no whole report: {path} is missing.")
-        value = value[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ConfigError(f"it is no whole report: {path} is {value!r}.")
-
-
-def _rows(report: Mapping[str, Any], name: str, keys: Sequence[str]) -> list[Mapping[str, Any]]:
-    rows = report.get(name, [])
-    whole = isinstance(rows, list) and all(
-        isinstance(row, Mapping) and all(_fits(key, row.get(key)) for key in keys) for row in rows
-    )
-    if not whole:
-        raise ConfigError(
-            f"it is no whole report: every entry of {name} has {', '.join(keys)}, and not all of "
-            "these do."
-        )
-    return list(rows)
-
-
-def _fits(key: str, value: Any) -> bool:
-    if key == "size":
-        return type(value) is int and value >= 1
-    kinds = {"mode": str, "ok": bool}
-    return isinstance(value, kinds[key]) if key in kinds else _is_number(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _check(value: Any, form: Any, place: str) -> None:
+    """Refuse a part of a report that does not have its form; `place` is its dotted name."""
+    kind = type(form) if isinstance(form, (dict, list)) else None
+    if not (form(value) if kind is None else isinstance(value, kind)):
+        raise ConfigError(f"it is no whole report: {place} is {value!r}.")
+    if isinstance(form, list):
+        for at, item in enumerate(value):
+            for part in form:
+                _check(item, part, f"{place}[{at}]")
+    elif isinstance(form, dict):
+        for name, part in form.items():
+            for key in value if name == "*" else [name.removesuffix("?")]:
+                inner = f"{place}.{key}".lstrip(".")
+                if key in value:
+                    _check(value[key], part, inner)
+                elif not name.endswith("?"):
+                    raise ConfigError(f"it is no whole report: {inner} is missing.")

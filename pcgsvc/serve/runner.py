@@ -394,7 +394,7 @@ class Runner:
         memory, rows = self.memory, batch.num_tokens
         inputs = {k: v.to(self.memory.device).contiguous() for k, v in inputs.items()}
         self._rows += rows
-        with use_context(self.memory.loose_context(batch)):
+        with use_context(self.memory.unpadded_context(batch)):
             program = self.model.program.for_size(rows)
             return program.run(memory.values(inputs, rows), Direct())
 
@@ -406,7 +406,7 @@ class Runner:
         moved = {k: v.to(self.memory.device) for k, v in inputs.items()}
         self._rows += batch.num_tokens
         with self._no_autocast(), self._on_stream() as caller:
-            with use_context(self.memory.loose_context(batch)):
+            with use_context(self.memory.unpadded_context(batch)):
                 result = self.model.module(**moved, **self.model.arguments.constants)
             if caller is not None:
                 for tensor in tensors_in(result):

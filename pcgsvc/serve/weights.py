@@ -57,7 +57,7 @@ class Weights:
         self._places = [(p.get, p.key, p.value, p.name) for p in places if p.get is not None]
         """Where a bound tensor lies, or something that holds one."""
         compared = [(get, key, value) for get, key, value, _ in self._places]
-        always = [(p.get, p.key, p.value) for p in places if p.get is not None and not p.is_told]
+        always = [(p.get, p.key, p.value) for p in places if p.get is not None and not p.has_hook]
         """Buffers, attributes, items of lists and the like: compared at every call."""
         self._watched = {id(p.module) for p in places if p.module is not None}
         """Identities of the modules that have such places."""

@@ -105,17 +105,8 @@ def _plan(
     service: Service,
     compare: dict[str, list[int]] | None = None,
 ) -> SizePlan:
-    sizing = config.sizing
-    return plan_sizes(
-        traffic,
-        service,
-        cost_for(config, service),
-        max_size=config.capture.max_size,
-        max_count=sizing.max_count,
-        count=sizing.count,
-        min_gain=sizing.min_gain,
-        compare=compare,
-    )
+    cost, max_size = cost_for(config, service), config.capture.max_size
+    return plan_sizes(traffic, service, cost, config.sizing, max_size=max_size, compare=compare)
 
 
 def _named(setting: str, path: str) -> Traffic:

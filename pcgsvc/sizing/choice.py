@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pcgsvc.config import Mode, schedule
+from pcgsvc.config import Mode, SizingConfig, schedule
 from pcgsvc.errors import ConfigError
 from pcgsvc.sizing.cost import Floats, StepCost
 from pcgsvc.sizing.expect import Forecast, Ints, Service, arrays
@@ -21,7 +21,7 @@ from pcgsvc.sizing.optimum import Kind, best_sizes
 from pcgsvc.sizing.traffic import Traffic
 
 _NOISE = 0.05
-"""Share by which measured times may be moved without a word."""
+"""Share by which measured times may be moved without a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +102,12 @@ def plan_sizes(
     traffic: Traffic,
     service: Service,
     cost: StepCost,
+    sizing: SizingConfig,
     *,
     max_size: int | None,
-    max_count: int,
-    count: int | None,
-    min_gain: float,
     compare: dict[str, list[int]] | None = None,
 ) -> SizePlan:
-    """Find the sizes of least expected time, for every K up to `max_count`.
+    """Find the sizes of least expected time, for every K up to `sizing.max_count`.
 
     The largest size is always the largest row count within `max_size` that graphs may serve: what
     can be covered is covered.
@@ -118,10 +116,8 @@ def plan_sizes(
         traffic: as recorded.
         service: which modes serve it.
         cost: of a step.
+        sizing: largest K, and K of the recommendation or `min_gain` of the knee, see `_knee`.
         max_size: calls of more rows stay without a graph; None: no limit.
-        max_count: largest K, at least 1.
-        count: K of the recommendation; None: the knee, see `_knee`.
-        min_gain: of the knee.
         compare: sizes to judge as well, by what they are.
 
     Raises:
@@ -141,15 +137,15 @@ def plan_sizes(
             memory_bytes=None if memory is None else memory.at(sizes),
         )
 
-    wanted = max(max_count, count or 0)
+    wanted = max(sizing.max_count, sizing.count or 0)
     points = [
         point([int(candidates[i]) for i in optimum.chosen]) for optimum in best_sizes(kinds, wanted)
     ]
     least = forecast.of([int(c) for c in candidates]).step_us
-    at, why = _knee([p.step_us for p in points], least, min_gain)
+    at, why = _knee([p.step_us for p in points], least, sizing.min_gain)
     notes = []
-    if count is not None:
-        at, why = min(count, len(points)) - 1, f"sizing.count={count}"
+    if sizing.count is not None:
+        at, why = min(sizing.count, len(points)) - 1, f"sizing.count={sizing.count}"
     if len(points) < wanted:
         notes.append(
             f"{len(candidates)} distinct sizes leave no padding, so the curve ends there, not at "

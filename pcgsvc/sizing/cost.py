@@ -221,5 +221,5 @@ def _memory(path: str | Path, graphs: Any) -> Memory | None:
 def broken(path: str | Path, part: str, error: Exception) -> ConfigError:
     """Return what to say of a report that lacks what its schema promises."""
     return ConfigError(
-        f"sizing.cost: '{path}', {part}: {type(error).__name__}: {error}; the report is not whole."
+        f"sizing.cost: '{path}', {part}: {type(error).__name__}: {error}; the report is incomplete."
     )

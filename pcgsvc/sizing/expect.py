@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pcgsvc.config import Config, Mode
-from pcgsvc.ops.modes import resolve_mode
+from pcgsvc.ops.modes import has_own_uniform, resolve_mode
 from pcgsvc.ops.support import Support
 from pcgsvc.sizing.cost import Floats, StepCost
 from pcgsvc.sizing.traffic import Traffic
@@ -42,7 +42,7 @@ class Service:
     @property
     def own_uniform(self) -> bool:
         """Whether uniform batches have entries of their own, at multiples of `query_len`."""
-        return self.decode is Mode.FULL and self.mixed is not Mode.FULL
+        return has_own_uniform(self.decode, self.mixed)
 
     def serves(self, uniform: bool, rows: Ints) -> npt.NDArray[np.bool_]:
         """Return which calls some size could serve."""

@@ -31,11 +31,11 @@ Row = tuple[int, bool, int]
 
 
 class _BadRowError(Exception):
-    """What is wrong with a row; whoever knows the line says which."""
+    """What is wrong with a row; the reader of the file adds the line."""
 
 
 def read_traffic(path: str | Path) -> Traffic:
-    """Read a traffic file; its ending says how.
+    """Read a traffic file, by its suffix.
 
     `.csv`: a header with `num_tokens` and any of `count` and `uniform`, in any order. `.jsonl`: an
     object with these keys per line. `.json`: `runner.stats()`, or a report. `count` is 1 and
@@ -54,8 +54,8 @@ def read_traffic(path: str | Path) -> Traffic:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(
-            f"traffic: '{path}': the ending says what a traffic file is: .csv or .jsonl ({_FORM}), "
-            "or .json (a runner's stats(), or a report)."
+            f"traffic: '{path}': the suffix decides how a traffic file is read: .csv or .jsonl "
+            f"({_FORM}), or .json (a runner's stats(), or a report)."
         )
     try:
         if path.stat().st_size == 0:
@@ -175,7 +175,7 @@ def _header(path: Path, line: str) -> Sequence[str]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _BadRowError("a key stands twice")
+        raise _BadRowError("a key appears twice")
     return found
 
 

@@ -57,7 +57,7 @@ class Traffic:
             if rows % query_len:
                 raise ConfigError(
                     f"traffic: '{self.source}' has uniform calls of {rows} rows, which is no "
-                    f"multiple of capture.uniform_query_len={query_len}; mend the file, or set "
+                    f"multiple of capture.uniform_query_len={query_len}; correct the file, or set "
                     "capture.uniform_query_len to the tokens per request of its uniform batches."
                 )
         if query_len != 1 or 1 not in self.general:

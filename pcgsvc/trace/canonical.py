@@ -1,6 +1,6 @@
 """Dynamo's graph -> `TracedGraph`: one symbol for the row count, bound inputs, a known result.
 
-In: what the backend hook saw. Out: the canonical graph. Knows nothing of splitting or compilers.
+In: a `DynamoCapture`. Out: the canonical graph.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,71 +21,13 @@ from pcgsvc.errors import TraceError
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.results import flatten
 from pcgsvc.forward.specs import Binding, InputSpec, SizePredicate, TensorSpec
-from pcgsvc.trace.graph import Guard, TracedGraph
+from pcgsvc.trace.backend import DynamoCapture, view_refusal
+from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import mutated_args, op_names, user_line
 from pcgsvc.trace.sources import line_that_sets
 
-_MODULE = re.compile(r"L\['module'\](\._modules\['[^']*'\])*(\._buffers|\._parameters)?")
-"""A module of the model; what is set on one is looked at afterwards, attribute by attribute."""
-
-
-_INPUT_VIEW = re.compile(r"L\['tensors'\]\[(\d+)\]\.(T|mT|H|mH|real|imag)")
-
-
-class Seen:
-    """What the backend hook saw."""
-
-    def __init__(self, examples: list[torch.Tensor]) -> None:
-        self.examples = examples
-        self.graph: torch.fx.GraphModule | None = None
-        self.graph_inputs: list[Any] = []
-        self.shape_env: Any = None
-        self.guards: list[Guard] = []
-        self.refusal: str | None = None
-        self.sentinels: list[torch.Tensor] = []
-
-    def guard_sink(self, entries: Sequence[Any]) -> None:
-        """Keep Dynamo's guards; the last call has them all."""
-        self.guards = [
-            Guard(source=e.name, kind=e.guard_type, value=e.value if e.has_value else None)
-            for e in entries
-        ]
-
-    def backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Keep the graph, and hand back sentinels in place of results."""
-        self.graph, self.graph_inputs = graph, list(inputs)
-        self.shape_env = torch_private.tracing_shape_env()
-        outside = [s for s in torch_private.side_effects() if not _MODULE.fullmatch(s)]
-        views = [m for s in outside if (m := _INPUT_VIEW.fullmatch(s))]
-        if views:  # Dynamo leaves these to its bytecode (up to 2.13 `.T` too), like changes
-            at, view = int(views[0].group(1)) + 1, views[0].group(2)
-            self.refusal = _view_refusal(view, at)
-            raise RuntimeError(self.refusal)
-        if outside:  # raised here, before Dynamo's bytecode carries it out
-            (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
-            lines = ", ".join(dict.fromkeys(user_line(n) for n in outputs))
-            self.refusal = (
-                f"the forward changes {', '.join(outside)} (its results, and what it stores, are "
-                f"made at {lines}): a Python side effect, which would happen once, at tracing, and "
-                "never again. Return the value instead."
-            )
-            raise RuntimeError(self.refusal)
-        (outputs,) = next(n for n in graph.graph.nodes if n.op == "output").args
-        sentinels = tuple(torch.empty(0) for _ in outputs)
-        self.sentinels = list(sentinels)
-        return lambda *args: sentinels
-
-
 _VIEW_OPS = {"aten::numpy_T": "T", "aten::mT": "mT", "aten::matrix_H": "H", "aten::mH": "mH"}
-"""What torch 2.14 puts into the graph for the attributes of `_INPUT_VIEW`."""
-
-
-def _view_refusal(view: str, at: int) -> str:
-    return (
-        f"the forward returns .{view} of input {at} as it is, a view of the caller's tensor; a "
-        "runner copies inputs. Return a copy: .clone()."
-    )
-
+"""What torch 2.14 puts into the graph for attributes that are views; see `backend`."""
 
 _HIGHER_ORDER = {
     "cond": ("torch.cond", "compute both branches, and choose with torch.where"),
@@ -104,15 +46,16 @@ class Canonical:
         self,
         module: Callable[..., Any],
         inputs: Sequence[InputSpec],
-        seen: Seen,
+        capture: DynamoCapture,
         result: Any,
         changed: dict[str, Any],
         size: int,
     ) -> None:
         self.module = module
-        self.inputs, self.seen, self.size, self.changed = inputs, seen, size, changed
-        self.graph = torch.fx.Graph() if seen.graph is None else seen.graph.graph
-        if seen.graph is None:  # no op at all: Dynamo calls no backend for such a forward
+        self.inputs, self.capture, self.changed = inputs, capture, changed
+        self.size = size
+        self.graph = torch.fx.Graph() if capture.graph is None else capture.graph.graph
+        if capture.graph is None:
             self.graph.output(())
         self.tensors = tensors_of(module)
         self.names = {id(t): name for name, t in self.tensors.items()}
@@ -127,24 +70,25 @@ class Canonical:
         self._check_static()
         self._decompose_sizes()
         self._refuse_input_writes(bindings)
-        output = next(n for n in self.graph.nodes if n.op == "output")
+        output = self.graph.output_node()
         self._refuse_input_views(output)
-        outputs, constants, kept = self._match_outputs(output)
-        output.args = (tuple(output.args[0][i] for i in kept),)
-        ordered = [n for n in self.graph.nodes if n.op == "placeholder"]
-        used = {n: bindings[n] for n in ordered if n in bindings}
+        results: Any = output.args[0]
+        sentinels = map(id, self.capture.sentinels)
+        outputs, constants, kept = self._match_outputs(dict(zip(sentinels, results, strict=True)))
+        output.args = (kept,)
+        used = {n: bindings[n] for n in self._placeholders() if n in bindings}
         self.graph.lint()
         return TracedGraph(
             graph=self.graph,
             bindings=list(used.values()),
             tensors=self._bound,
             outputs=outputs,
-            output_specs=[self._spec_of(n) for n in output.args[0]],
+            output_specs=[self._spec_of(n) for n in kept],
             out_tree=self.out_tree,
             constants=constants,
             predicate=self._predicate(),
-            guards=self.seen.guards,
-            mutated=self._mutated(used),
+            guards=self.capture.guards,
+            mutated=sorted({name for _, name in self._writes(used, "param", "constant")}),
             size=self.size,
             spec_of=self._spec_of,
             size_of=self._dim,
@@ -166,37 +110,48 @@ class Canonical:
 
     def _refuse_input_writes(self, bindings: dict[torch.fx.Node, Binding]) -> None:
         """Refuse writes to inputs: a runner has its own, and the caller's would stay as it was."""
+        for node, name in self._writes(bindings, "input"):
+            raise TraceError(
+                f"the forward writes to its input {name!r} at {user_line(node)}; a runner copies "
+                "inputs, so the caller's tensor would not change. Write to a clone."
+            )
+
+    def _writes(
+        self, bindings: dict[torch.fx.Node, Binding], *kinds: str
+    ) -> Iterator[tuple[torch.fx.Node, str]]:
+        """Yield each node that writes to the storage of a tensor so bound, with its name."""
         storages = {
             torch_private.storage_id(n.meta["example_value"]): b.name
             for n, b in bindings.items()
-            if b.kind == "input"
+            if b.kind in kinds
         }
         for node in self.graph.nodes:
             for written in mutated_args(node):
                 name = storages.get(torch_private.storage_id(written.meta["example_value"]))
                 if name is not None:
-                    raise TraceError(
-                        f"the forward writes to its input {name!r} at {user_line(node)}; a runner "
-                        "copies inputs, so the caller's tensor would not change. Write to a clone."
-                    )
+                    yield node, name
 
     def _refuse_input_views(self, output: torch.fx.Node) -> None:
         """Refuse `.T` and the like of an input as a result on every torch, as Dynamo 2.13 does."""
-        places = {id(t): at for at, t in enumerate(self.seen.examples, 1)}
+        places = {id(t): at for at, t in enumerate(self.capture.examples, 1)}
         for node in output.all_input_nodes:
             view = _VIEW_OPS.get(torch_private.op_name(node.target) or "")
-            at = view and places.get(id(self._lifted.get(node.args[0])))
+            at = view and places.get(id(self._lifted.get(node.all_input_nodes[0])))
             if view and at:
-                raise TraceError(_view_refusal(view, at))
+                raise TraceError(view_refusal(view, at))
 
     # -- placeholders --
 
+    def _placeholders(self) -> list[torch.fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
     def _bind(self) -> dict[torch.fx.Node, Binding]:
         self._bound: dict[str, torch.Tensor] = {}
-        by_example = {id(t): s.name for t, s in zip(self.seen.examples, self.inputs, strict=True)}
+        by_example = {
+            id(t): s.name for t, s in zip(self.capture.examples, self.inputs, strict=True)
+        }
         bindings: dict[torch.fx.Node, Binding] = {}
-        nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
-        self._lifted = dict(zip(nodes, self.seen.graph_inputs, strict=True))
+        self._lifted = dict(zip(self._placeholders(), self.capture.graph_inputs, strict=True))
         for node, value in self._lifted.items():
             if isinstance(value, (torch.SymInt, int)):
                 bindings[node] = Binding(kind="size", name="num_tokens", spec=None)
@@ -239,19 +194,18 @@ class Canonical:
                     "dynamic_dims: the inputs' dynamic dimensions are independent of each other "
                     f"({self.symbol} and {expression}); all of them must be the row count."
                 )
-        first_tensor = next((n for n in self.graph.nodes if n.op == "placeholder"), None)
         for node in sizes[1:]:
             node.replace_all_uses_with(sizes[0])
             self.graph.erase_node(node)
             del bindings[node]
-        if sizes and first_tensor is not sizes[0] and first_tensor is not None:
-            first_tensor.prepend(sizes[0])
+        if sizes and (first := self._placeholders()[0]) is not sizes[0]:
+            first.prepend(sizes[0])
 
     def _check_static(self) -> None:
         """Refuse a declared row dimension that Dynamo took for a constant."""
-        if self.seen.graph is None:
+        if self.capture.graph is None:
             return
-        for spec, example in zip(self.inputs, self.seen.examples, strict=True):
+        for spec, example in zip(self.inputs, self.capture.examples, strict=True):
             nodes = [n for n, v in self._lifted.items() if v is example]
             for dim in spec.dims if nodes else ():
                 got = nodes[0].meta["example_value"].shape[dim]
@@ -266,7 +220,7 @@ class Canonical:
 
     def _expression(self, value: Any) -> Any:
         """Return the sympy expression of a SymInt with all known equalities applied."""
-        return self.seen.shape_env.replace(torch_private.symbolic_expr(value))
+        return self.capture.shape_env.replace(torch_private.symbolic_expr(value))
 
     def _dim(self, value: Any) -> int | str:
         """Return an int, or Python source over `s`."""
@@ -286,7 +240,7 @@ class Canonical:
 
     def _line_of_unbacked(self) -> str:
         for node in self.graph.nodes:
-            value = node.meta.get("example_value")
+            value = _example(node)
             for item in pytree.tree_leaves(value):
                 shape = item.shape if isinstance(item, torch.Tensor) else (item,)
                 for size in shape:
@@ -298,8 +252,6 @@ class Canonical:
 
     def _spec_of(self, node: torch.fx.Node) -> TensorSpec:
         value = node.meta["example_value"]
-        if self.symbol is None:  # placeholders come before their symbol is known
-            self._find_symbol()
         return TensorSpec(
             dtype=str(value.dtype),
             shape=tuple(self._dim(d) for d in value.shape),
@@ -309,13 +261,6 @@ class Canonical:
             layout=str(value.layout),
         )
 
-    def _find_symbol(self) -> None:
-        for node in self.graph.nodes:
-            value = node.meta.get("example_value")
-            if node.op == "placeholder" and isinstance(value, torch.SymInt):
-                self.symbol = self._expression(value)
-                return
-
     def _drop_noise(self) -> None:
         for node in list(self.graph.nodes):
             ignored = node.op == "call_function" and torch_private.ignored_call(node.target)
@@ -324,17 +269,14 @@ class Canonical:
 
     def _decompose_sizes(self) -> None:
         """Replace `x.size()` by one value per dimension, so that no torch.Size crosses a border."""
-        placeholders = (n for n in self.graph.nodes if n.op == "placeholder")
-        size_node = next((n for n in placeholders if self._is_symbol(n)), None)
+        symbols = (n for n in self._placeholders() if isinstance(_example(n), (torch.SymInt, int)))
+        size_node = next(symbols, None)
         for node in list(self.graph.nodes):
             if node.op == "call_method" and node.target == "size":
                 self._replace_size(node, size_node)
         for node in reversed(list(self.graph.nodes)):
             if not node.users and _is_shape_only(node):
                 self.graph.erase_node(node)
-
-    def _is_symbol(self, node: torch.fx.Node) -> bool:
-        return isinstance(node.meta.get("example_value"), (torch.SymInt, int))
 
     def _replace_size(self, node: torch.fx.Node, size_node: torch.fx.Node | None) -> None:
         value, args = node.meta["example_value"], node.args
@@ -364,49 +306,45 @@ class Canonical:
     # -- results --
 
     def _match_outputs(
-        self, output: torch.fx.Node
-    ) -> tuple[list[tuple[str, int]], dict[int, Any], list[int]]:
-        """Match the leaves of the forward's result with graph outputs and inputs, by identity."""
-        places = {id(t): i for i, t in enumerate(self.seen.sentinels)}
-        inputs = {id(t): i for i, t in enumerate(self.seen.examples)}
+        self, made: dict[int, torch.fx.Node]
+    ) -> tuple[list[tuple[str, int]], dict[int, Any], tuple[torch.fx.Node, ...]]:
+        """Match the leaves of the forward's result with graph outputs and inputs, by identity.
+
+        `made`: the graph's outputs by the identities of the sentinels that stand for them.
+        """
+        inputs = {id(t): i for i, t in enumerate(self.capture.examples)}
         outputs: list[tuple[str, int]] = []
         constants: dict[int, Any] = {}
-        kept: list[int] = []
+        kept: dict[torch.fx.Node, int] = {}
         for at, leaf in enumerate(self.leaves):
-            place = places.get(id(leaf), -1)
-            given = output.args[0][place] if place >= 0 else None  # type: ignore[index]
-            example = None if given is None else given.meta["example_value"]  # type: ignore[union-attr]
-            if isinstance(example, torch.Tensor):
-                if place not in kept:
-                    kept.append(place)
-                outputs.append(("graph", kept.index(place)))
+            node = made.get(id(leaf))
+            if node is not None and isinstance(_example(node), torch.Tensor):
+                outputs.append(("graph", kept.setdefault(node, len(kept))))
             elif id(leaf) in inputs:
                 outputs.append(("input", inputs[id(leaf)]))
             elif leaf is None or isinstance(leaf, (bool, str)):
                 constants[at] = leaf
             else:
-                way = ""
-                if dataclasses.is_dataclass(leaf):
-                    way = (
-                        " A dataclass may hold its fields and nothing else; or register it with "
-                        "torch.export.register_dataclass."
-                    )
+                way = (
+                    " A dataclass may hold its fields and nothing else; or register it with "
+                    "torch.export.register_dataclass."
+                )
                 raise TraceError(
                     f"result leaf {at}: got {type(leaf).__name__}; a forward may return tensors "
                     "that it computed or was given, None, bools and strings. A number would be "
                     "frozen at its traced value: return it as a tensor, or compute it outside."
                     + way
+                    * dataclasses.is_dataclass(leaf)
                 )
-        self._refuse_side_effects(output, {p for p in range(len(places)) if p not in kept})
-        return outputs, constants, kept
+        self._refuse_side_effects(made, [n for n in made.values() if n not in kept])
+        return outputs, constants, tuple(kept)
 
-    def _refuse_side_effects(self, output: torch.fx.Node, unclaimed: set[int]) -> None:
+    def _refuse_side_effects(
+        self, made: dict[int, torch.fx.Node], unclaimed: list[torch.fx.Node]
+    ) -> None:
         """Allow `self.buffer += 1`, which puts a buffer back where it was; refuse all else."""
-        sentinels = {id(t): i for i, t in enumerate(self.seen.sentinels)}
-        results: Any = output.args[0]
         for name, value in self.changed.items():
-            index = sentinels.get(id(value))
-            node = None if index is None else results[index]
+            node = made.get(id(value))
             if node is None or self.tensors.get(name) is None or self._root(node) != name:
                 place = None if node is None else user_line(node)
                 place = place or line_that_sets(self.module, name)
@@ -416,9 +354,8 @@ class Canonical:
                     "once, at tracing, and never again. Write into a registered buffer in place "
                     "(self.buffer.copy_(…)), or return the value."
                 )
-            unclaimed.discard(index if index is not None else -1)
-        for index in unclaimed:
-            node = results[index]
+            unclaimed = [n for n in unclaimed if n is not node]
+        for node in unclaimed:
             raise TraceError(
                 f"the forward stores a tensor outside its result at {user_line(node)}: a Python "
                 "side effect, which would happen once, at tracing. Return the tensor instead."
@@ -433,27 +370,13 @@ class Canonical:
             node = written[0]
         return self.names.get(id(self._lifted[node]))
 
-    def _mutated(self, bindings: dict[torch.fx.Node, Binding]) -> list[str]:
-        """Names of bound tensors whose storage some node writes to."""
-        storages = {
-            torch_private.storage_id(n.meta["example_value"]): b.name
-            for n, b in bindings.items()
-            if b.kind in ("param", "constant")
-        }
-        found = {
-            storages.get(torch_private.storage_id(a.meta["example_value"]))
-            for n in self.graph.nodes
-            for a in mutated_args(n)
-        }
-        return sorted(name for name in found if name is not None)
-
     def _predicate(self) -> SizePredicate:
         if self.symbol is None:
             return SizePredicate(())
         conditions: list[str] = []
         origins: list[str] = []
-        for guard in self.seen.shape_env.guards:
-            expression = self.seen.shape_env.replace(guard.expr)
+        for guard in self.capture.shape_env.guards:
+            expression = self.capture.shape_env.replace(guard.expr)
             if expression.free_symbols != {self.symbol}:
                 continue  # an equality of two sizes that is now built in, or static
             text = re.sub(rf"\b{self.symbol}\b", "s", torch_private.python_source(expression))
@@ -463,29 +386,28 @@ class Canonical:
         return SizePredicate(tuple(conditions), tuple(origins))
 
 
+def _example(node: torch.fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
 def _spread(node: torch.fx.Node, each: list[Any]) -> None:
     """Replace the uses of a whole torch.Size by its elements."""
+
+    def swap(arg: Any) -> Any:
+        return tuple(each) if arg is node else arg
+
     for user in list(node.users):
         if user.op == "call_function" and user.target is operator.getitem:
-            picked = each[user.args[1]]  # type: ignore[index]
-            if not isinstance(picked, (list, tuple)):
-                user.replace_all_uses_with(picked)
-                user.graph.erase_node(user)
-                continue
-            user.replace_all_uses_with(picked)  # type: ignore[arg-type]
+            user.replace_all_uses_with(each[user.args[1]])  # type: ignore[index]
             user.graph.erase_node(user)
-            continue
-
-        def swap(arg: Any) -> Any:
-            return tuple(each) if arg is node else arg
-
-        user.args = tuple(torch.fx.node.map_aggregate(user.args, swap))
-        user.kwargs = dict(torch.fx.node.map_aggregate(user.kwargs, swap))
+        else:
+            user.args = tuple(torch.fx.node.map_aggregate(user.args, swap))
+            user.kwargs = dict(torch.fx.node.map_aggregate(user.kwargs, swap))
 
 
 def _is_shape_only(node: torch.fx.Node) -> bool:
-    """Whether a node computes only sizes, so that it may go when nobody reads it."""
-    value = node.meta.get("example_value")
+    """Whether a node computes only sizes, so that it may go once unused."""
+    value = _example(node)
     return node.op in ("call_function", "call_method") and isinstance(
         value, (int, torch.SymInt, torch.Size)
     )

@@ -9,7 +9,7 @@ replaces them: `SizePredicate` for everything assumed of the row count, and `Gua
 everything else that was read.
 
 Tracing executes nothing: the backend hook hands Dynamo's bytecode sentinels in place of results.
-The bytecode puts them where the results would go, which tells the output structure and shows side
+The bytecode puts them where the results would go, which shows the output structure and side
 effects; module attributes are put back afterwards.
 """
 
@@ -25,10 +25,11 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
-from pcgsvc.forward.objects import tensors_of
+from pcgsvc.forward.objects import containers_in, tensors_of
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.ops import breaks, context
-from pcgsvc.trace.canonical import Canonical, Seen
+from pcgsvc.trace.backend import DynamoCapture
+from pcgsvc.trace.canonical import Canonical
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import frames_of
 
@@ -54,10 +55,10 @@ def trace(
     """
     size = _pick_size(module, inputs)
     examples = [_example(spec, size) for spec in inputs]
-    seen = Seen(examples)
+    capture = DynamoCapture(examples)
     function = _fresh_function(module, inputs, constants)
     before = Attributes(module)
-    hook = [seen]  # Dynamo's caches keep the backend for ever; they must not keep the model
+    hook = [capture]  # Dynamo's caches keep the backend for ever; they must not keep the model
     try:
         with torch.no_grad():
             result = torch_private.dynamo_trace(
@@ -68,15 +69,15 @@ def trace(
             )
     except torch_private.dynamo_errors() as error:
         names = [spec.name for spec in inputs]
-        raise TraceError(seen.refusal or _explain(error, names)) from error
+        raise TraceError(capture.refusal or _explain(error, names)) from error
     finally:
         hook.clear()
         changed = before.restore()
-    return Canonical(module, inputs, seen, result, changed, size).build()
+    return Canonical(module, inputs, capture, result, changed, size).build()
 
 
 def _pick_size(module: Callable[..., Any], inputs: Sequence[InputSpec]) -> int:
-    """Return a prime that is no dimension of any tensor in sight, so that no size is special."""
+    """Return a prime that is no dimension of any tensor involved, so that no size is special."""
     if not any(spec.dims for spec in inputs):
         raise TraceError(
             "dynamic_dims: no input has a row dimension, so there is no size to capture for. Name "
@@ -135,12 +136,12 @@ def _explain(error: Exception, names: Sequence[str]) -> str:
             f"with a constant. Remove the comparison, or take it out of dynamic_dims.\n{text}"
         )
     lines = frames_of(text)
-    ours = (breaks.__file__, context.__file__)  # frames between the user's line and Dynamo
+    inner = (breaks.__file__, context.__file__)  # frames between the user's line and Dynamo
     where = next(
         (
             f"{f}:{n} in {fn}"
             for f, n, fn in reversed(lines)
-            if not torch_private.is_torch_file(f) and f not in ours
+            if not torch_private.is_torch_file(f) and f not in inner
         ),
         "the forward",
     )
@@ -156,41 +157,22 @@ class Attributes:
     """The Python state of a module tree, to put back after tracing."""
 
     def __init__(self, module: Callable[..., Any]) -> None:
-        modules = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {}
-        self.saved = [(name, m, self._copy(m)) for name, m in modules.items()]
-
-    @staticmethod
-    def _copy(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
-        """Return each attribute with a shallow copy of its content if it is a container."""
-        kinds = (dict, list, set)
-        return {k: (v, v.copy() if isinstance(v, kinds) else None) for k, v in vars(module).items()}
+        self._saved = [(name, held, held.copy()) for name, held in containers_in(module)]
 
     def restore(self) -> dict[str, Any]:
-        """Put everything back; return what tracing had changed, by dotted name."""
+        """Put everything back; return what tracing had changed, by dotted name; None if removed."""
         changed: dict[str, Any] = {}
-        for name, module, saved in self.saved:
-            prefix = f"{name}." if name else ""
-            now: dict[str, Any] = module.__dict__
-            for key in [k for k in now if k not in saved]:
-                changed[prefix + key] = now.pop(key)
-            for key, (value, content) in saved.items():
-                if now.get(key, self) is not value:
-                    changed[prefix + key] = now.get(key)
-                    now[key] = value
-                if content is not None and not _same_content(value, content):
-                    changed |= self._refill(prefix, key, value, content)
-        return changed
-
-    @staticmethod
-    def _refill(prefix: str, key: str, value: Any, content: Any) -> dict[str, Any]:
-        changed: dict[str, Any] = {prefix + key: value}
-        if isinstance(value, dict):
-            inner = "" if key in ("_buffers", "_parameters", "_modules") else f"{key}."
-            changed = {
-                f"{prefix}{inner}{k}": v for k, v in value.items() if content.get(k, key) is not v
-            }
-        value.clear()
-        value.extend(content) if isinstance(value, list) else value.update(content)
+        for name, held, before in self._saved:
+            if _same_content(held, before):
+                continue
+            if isinstance(held, dict):
+                keys = dict.fromkeys([*before, *held])
+                differ = [k for k in keys if held.get(k, self) is not before.get(k, self)]
+                changed |= {f"{name}{key}": held.get(key) for key in differ}
+            else:
+                changed[name] = held
+            held.clear()
+            held.extend(before) if isinstance(held, list) else held.update(before)
         return changed
 
 

@@ -1,6 +1,6 @@
 """What tracing gives: the canonical graph, its bindings, and what it assumes.
 
-In: nothing. Out: the types that the later stages read. Knows nothing of Dynamo.
+In: nothing. Out: the types that the later stages read.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """What an FX node of a Dynamo graph is: its op's names, what it writes to, whose line it is.
 
-In: FX nodes. Out: facts about them. Knows nothing of pieces or of how a graph was made.
+In: FX nodes. Out: facts about them.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 import re
 from collections.abc import Iterator
@@ -32,54 +31,36 @@ def op_names(node: torch.fx.Node) -> list[str]:
     return [f"aten::{short}", qualified, qualified.replace("torch._C._nn", "torch.nn.functional")]
 
 
-_INPLACE_OPERATORS = {
-    getattr(operator, f"i{name}")
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-        "matmul",
-    ]
-} | {operator.setitem}
+_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul setitem"
+_INPLACE_OPERATORS = {getattr(operator, name) for name in _NAMES.split()}
 
 
 def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the tensor arguments that a node writes to, by schema or by torch's naming rule."""
+    if node.op not in ("call_function", "call_method"):
+        return []
     found: list[Any] = []
     schema = torch_private.op_schema(node.target) if node.op == "call_function" else None
     if schema is not None:
         for at, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                found.append(
-                    node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
-                )
-    elif node.op in ("call_function", "call_method"):
-        name = (
-            str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-        )
-        in_place = name.endswith("_") and not name.endswith("__")
+                by_name = node.kwargs.get(argument.name)
+                found.append(node.args[at] if at < len(node.args) else by_name)
+    else:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        in_place = str(name).endswith("_") and not str(name).endswith("__")
         if in_place or node.target in _INPLACE_OPERATORS or node.kwargs.get("inplace") is True:
             found.append(node.args[0] if node.args else node.kwargs.get("input"))
         found.append(node.kwargs.get("out"))
-    leaves = itertools.chain.from_iterable(pytree.tree_leaves(f) for f in found)
     return [
         n
-        for n in leaves
+        for n in pytree.tree_leaves(found)
         if isinstance(n, torch.fx.Node) and isinstance(n.meta.get("example_value"), torch.Tensor)
     ]
 
 
 _TRACER = str(Path(__file__).with_name("dynamo.py"))
-"""Its frames lie between Dynamo and the model, and say nothing to a user."""
+"""Its frames stand between Dynamo and the model, and say nothing to a user."""
 
 
 def frames_of(text: str) -> list[tuple[str, str, str]]:

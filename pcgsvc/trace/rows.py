@@ -122,11 +122,9 @@ def encode(value: Any, ref: Callable[[torch.fx.Node], int]) -> list[Any]:
     """Return a constant, a container or a node reference in JSON types, tagged by kind."""
     if isinstance(value, torch.fx.Node):
         return ["v", ref(value)]
-    if value is None:
-        return ["none"]
-    if value is Ellipsis:
-        return ["ellipsis"]
-    if isinstance(value, (bool, int, str)) and type(value) in (bool, int, str):
+    if value is None or value is ...:
+        return ["none" if value is None else "ellipsis"]
+    if type(value) in (bool, int, str):
         return [type(value).__name__, value]
     if type(value) is float:
         return ["float", value.hex()]
@@ -154,35 +152,31 @@ def source_of(item: Sequence[Any], name: Callable[[int], str]) -> str:
     kind, *rest = item
     if kind == "v":
         return name(rest[0])
-    if kind in ("none", "ellipsis"):
-        return {"none": "None", "ellipsis": "..."}[kind]
-    if kind in ("bool", "int", "str"):
-        return repr(rest[0])
-    if kind == "float":
-        value = float.fromhex(rest[0])
-        return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
-    if kind == "complex":
-        real, imaginary = (source_of(["float", part], name) for part in rest)
-        return f"complex({real}, {imaginary})"
-    if kind == "torch":
-        return f"torch.{rest[0].removeprefix('torch.')}"
-    if kind == "device":
-        return f"torch.device({rest[0]!r})"
-    parts = [source_of(v, name) for v in rest[0]] if kind != "dict" else []
-    if kind == "list":
-        return f"[{', '.join(parts)}]"
-    if kind == "tuple":
-        return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-    if kind == "slice":
-        return f"slice({', '.join(parts)})"
     if kind == "dict":
         pairs = (f"{source_of(k, name)}: {source_of(v, name)}" for k, v in rest[0])
         return f"{{{', '.join(pairs)}}}"
-    raise CompileError(f"stored piece: unknown constant kind {kind!r}.")
+    if kind in ("list", "tuple", "slice"):
+        parts = ", ".join(source_of(v, name) for v in rest[0])
+        if kind == "tuple":
+            return f"({parts},)" if len(rest[0]) == 1 else f"({parts})"
+        return f"[{parts}]" if kind == "list" else f"slice({parts})"
+    value = decode(item, ())
+    if isinstance(value, complex):
+        real, imaginary = (source_of(["float", part], name) for part in rest)
+        return f"complex({real}, {imaginary})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float({str(value)!r})"
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    return "..." if value is ... else repr(value)
 
 
 def decode(item: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Return what `encode` was given, with node references looked up in `values`."""
+    """Return what `encode` was given, with node references looked up in `values`.
+
+    Raises:
+        Exception: of Python's kinds, if the item is malformed.
+    """
     kind, *rest = item
     if kind == "v":
         return values[rest[0]]
@@ -192,7 +186,10 @@ def decode(item: Sequence[Any], values: Sequence[Any]) -> Any:
     if kind == "dict":
         return {decode(k, values): decode(v, values) for k, v in rest[0]}
     if kind == "torch":
-        return getattr(torch, rest[0].removeprefix("torch."))
+        named = getattr(torch, str(rest[0]).removeprefix("torch."))
+        if not isinstance(named, _NAMED):
+            raise TypeError(f"{rest[0]!r} is no constant of torch")
+        return named
     if kind == "device":
         return torch.device(rest[0])
     if kind == "float":
@@ -200,8 +197,12 @@ def decode(item: Sequence[Any], values: Sequence[Any]) -> Any:
     if kind == "complex":
         return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
     if kind in ("bool", "int", "str"):
+        if type(rest[0]).__name__ != kind:
+            raise TypeError(f"{rest[0]!r} is no {kind}")
         return rest[0]
-    return {"none": None, "ellipsis": ...}[kind]
+    if kind not in ("none", "ellipsis"):
+        raise ValueError(f"unknown constant kind {kind!r}")
+    return None if kind == "none" else ...
 
 
 def refs(item: Any) -> set[int]:
@@ -284,16 +285,22 @@ def check_document(document: Document) -> None:
         elif op != "call_method" or not _is_method(str(target)):
             raise CompileError(f"stored piece: row {op!r} {target!r} is not of a known kind.")
         try:
-            _check_item(args, known)
-            _check_item(kwargs, known)
-            words = [k[1] for k, _ in kwargs[1]]
-        except (TypeError, ValueError, IndexError, KeyError) as error:
+            _check_row(args, kwargs, known)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CompileError(f"stored piece: row {target!r} is malformed: {error}.") from error
-        if args[0] != "list" or kwargs[0] != "dict" or not all(map(_is_word, words)):
-            raise CompileError(f"stored piece: row {target!r} is malformed.")
         known += 1
     if not all(type(i) is int and 0 <= i < known for i in document["outputs"]):
         raise CompileError(f"stored piece: outputs {document['outputs']} do not exist.")
+
+
+def _check_row(args: Any, kwargs: Any, known: int) -> None:
+    """Check the encoded arguments of one row; any of Python's exceptions: they are malformed."""
+    for used in refs(args) | refs(kwargs):
+        if type(used) is not int or not 0 <= used < known:
+            raise ValueError(f"value {used!r} does not exist")
+    given, named = decode(args, range(known)), decode(kwargs, range(known))
+    if not (isinstance(given, list) and isinstance(named, dict) and all(map(_is_word, named))):
+        raise ValueError("no list of arguments, or a name that is none")
 
 
 def _is_word(name: Any) -> bool:
@@ -303,30 +310,6 @@ def _is_word(name: Any) -> bool:
 def _is_method(name: str) -> bool:
     public = not name.startswith("_") or name in _OPERATORS
     return public and _is_word(name) and hasattr(torch.Tensor, name)
-
-
-def _check_item(item: Any, known: int) -> None:
-    """Check one encoded value; any exception means that it is malformed."""
-    kind, *rest = item
-    if kind in ("list", "tuple", "slice"):
-        for value in rest[0]:
-            _check_item(value, known)
-    elif kind == "dict":
-        for key, value in rest[0]:
-            _check_item(key, known)
-            _check_item(value, known)
-    elif kind == "v":
-        if type(rest[0]) is not int or not 0 <= rest[0] < known:
-            raise CompileError(f"stored piece: value {rest[0]!r} does not exist.")
-    elif kind == "torch":
-        named = getattr(torch, str(rest[0]).removeprefix("torch."), None)
-        if not isinstance(named, _NAMED):
-            raise CompileError(f"stored piece: {rest[0]!r} is no constant of torch.")
-    elif kind in ("bool", "int", "str"):
-        if type(rest[0]).__name__ != kind:
-            raise CompileError(f"stored piece: {rest[0]!r} is no {kind}.")
-    elif kind not in ("none", "ellipsis", "float", "complex", "device"):
-        raise CompileError(f"stored piece: unknown constant kind {kind!r}.")
 
 
 _OPERATORS = {n for n in vars(operator) if n.startswith("__") and n in vars(torch.Tensor.__base__)}
@@ -342,9 +325,16 @@ def function_of(document: Document, name: str) -> Callable[..., tuple[Any, ...]]
     source = python_of(document, name)
     allowed = {k: getattr(builtins, k) for k in _BUILTINS}
     space: dict[str, Any] = {**_HOMES, "builtins": types.SimpleNamespace(**allowed)}
-    space["__builtins__"] = {}
+    # Some ops import a part of torch at their first call, with the builtins of the calling frame.
+    space["__builtins__"] = {"__import__": _import_of_torch}
     space |= {"float": float, "complex": complex, "slice": slice}
     filename = f"<pcgsvc {digest(source)[:12]}>"
     exec(compile(source, filename, "exec"), space)
     function: Callable[..., tuple[Any, ...]] = space[name]
     return function
+
+
+def _import_of_torch(name: str, *args: Any) -> Any:
+    if name.partition(".")[0] != "torch":
+        raise ImportError(f"a piece imports {name}, which is no part of torch")
+    return __import__(name, *args)

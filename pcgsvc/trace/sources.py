@@ -6,16 +6,14 @@ In: a module and a dotted attribute name. Out: `file:line in function`, read fro
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
-import os
-import sys
-import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from pcgsvc.forward.objects import own_bases
 
 
 def line_that_sets(module: Callable[..., Any], name: str) -> str | None:
@@ -33,11 +31,8 @@ def line_that_sets(module: Callable[..., Any], name: str) -> str | None:
             attribute = part
             break
         owner = inner
-    for cls in type(owner).__mro__:
-        if not is_versioned(cls.__module__):
-            for line in _lines(cls, attribute):
-                return line
-    return None
+    lines = (line for cls in own_bases(type(owner)) for line in _lines(cls, attribute))
+    return next(lines, None)
 
 
 def _lines(cls: type, attribute: str) -> Iterator[str]:
@@ -72,17 +67,3 @@ def _names(node: ast.expr, attribute: str) -> bool:
     if isinstance(node, (ast.Subscript, ast.Starred)):
         return _names(node.value, attribute)
     return isinstance(node, ast.Attribute) and node.attr == attribute
-
-
-@functools.cache
-def is_versioned(module: str) -> bool:
-    """Whether a module is torch's, numpy's or Python's own, so that a version says all of it."""
-    top = module.split(".")[0]
-    if top not in sys.stdlib_module_names:
-        return top in ("torch", "numpy")
-    # A user's script folder comes first on the path: their `types.py` is no part of Python.
-    file = getattr(sys.modules.get(top), "__file__", None)
-    return file is None or os.path.realpath(file).startswith(_STDLIB)
-
-
-_STDLIB = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep

@@ -19,7 +19,7 @@ from core_helpers import make_config, rows, toy
 from model_helpers import make_context
 
 import pcgsvc
-from pcgsvc.cache.programs import Artifacts
+from pcgsvc.cache.pieces import Pieces
 from pcgsvc.config import CacheConfig
 from pcgsvc.ops.context import use_context
 
@@ -29,7 +29,7 @@ def main() -> None:
     root, log = sys.argv[1], Path(sys.argv[2])
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
     torch.set_num_threads(1)
-    compile_piece = Artifacts._compile
+    compile_piece = Pieces._compile
 
     def slow_and_told(*args: object) -> object:
         with log.open("a") as file:
@@ -37,7 +37,7 @@ def main() -> None:
         time.sleep(0.1)
         return compile_piece(*args)  # type: ignore[arg-type]
 
-    Artifacts._compile = slow_and_told  # type: ignore[method-assign, assignment]
+    Pieces._compile = slow_and_told  # type: ignore[method-assign, assignment]
     config = make_config(sizes=(1, 2))
     config.cache = CacheConfig(dir=root)
     module, x = toy(2), rows(2)

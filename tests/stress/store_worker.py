@@ -69,7 +69,7 @@ def use_small_budget(root: str, seconds: float) -> dict[str, Any]:
         number = random.randrange(24)
         program, pieces = keys[17 + number], [keys[(number * 7 + n) % 17] for n in range(4)]
         with (
-            Store.open(root, max_bytes=200_000, timeout_s=60) as store,
+            Store.open(root, max_bytes=200_000) as store,
             store.lock(program, 20) as held,
         ):
             assert held
@@ -90,7 +90,7 @@ def work(root: str, job: str, arguments: list[str]) -> dict[str, Any]:
     if job == "budget":
         return use_small_budget(root, float(arguments[0]))
     mode = CacheMode.REFRESH if job == "overwrite" else CacheMode.READWRITE
-    with Store.open(root, mode=mode, timeout_s=60) as store:
+    with Store.open(root, mode=mode) as store:
         if job == "build":
             return build_one(store, arguments[0], Path(arguments[1]))
         if job == "open":

@@ -15,6 +15,8 @@ import pytest
 from pcgsvc.cache.store import Store
 from pcgsvc.config import CacheMode
 
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+
 WORKER = Path(__file__).with_name("pipeline_worker.py")
 PACKAGE = Path(__file__).parent.parent.parent
 Process = subprocess.Popen[str]
@@ -48,7 +50,6 @@ def go(process: Process) -> None:
     process.stdin.flush()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True], ids=["all live", "the builder is killed"])
 def test_one_of_five_processes_compiles_a_program_and_all_others_load_it(
     tmp_path: Path, processes: list[Process], kill: bool

@@ -18,6 +18,8 @@ from store_helpers import key
 from pcgsvc.cache.store import Store
 from pcgsvc.config import CacheMode
 
+pytestmark = pytest.mark.exhaustive
+
 WORKER = Path(__file__).with_name("store_worker.py")
 PACKAGE = Path(__file__).parent.parent.parent
 

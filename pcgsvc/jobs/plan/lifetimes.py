@@ -2,7 +2,6 @@
 
 In: a traced graph and its partition. Out: `Event`s of one run at a size. Runs nothing: sizes are
 symbols of the trace, and a storage lives from the node that makes it to the last that reads it.
-Knows nothing of allocators.
 
 Under Inductor only some values get memory: those that cross a border of pieces, those that a
 kernel which Inductor does not write (a matrix product, a custom op) makes or reads, and those that
@@ -13,6 +12,7 @@ with it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -81,92 +81,84 @@ class Lifetimes:
         results_only: bool = False,
         opaque_ops: bool = False,
     ) -> None:
-        self._plan, self._opaque_ops = plan, opaque_ops
-        nodes = [node for piece in plan.pieces for node in piece.nodes]
-        self._number = {node: at for at, node in enumerate(nodes)}
+        self._opaque_ops = opaque_ops
+        self._nodes = [node for piece in plan.pieces for node in piece.nodes]
         self._splitting = {
             node: name for piece in plan.pieces for node, name in piece.splitting.items()
         }
-        inputs = (n for n in traced.graph.nodes if n.op == "placeholder")
-        self._given = {sid for node in inputs for sid in _storages(node)}
-        self._home = {node: piece for piece in plan.pieces for node in piece.nodes}
         self._generated: set[int] = set()
         """Numbers of the nodes that Inductor writes the kernels of."""
-        self._found = self._find(traced, nodes, crossing_counts=not whole)
+        self._found: dict[int, _Storage] = {}
+        """What the nodes make, by storage."""
+        crossing = self._find(traced, plan, crossing_counts=not whole)
         if fused:
-            self._fuse(nodes, results_only)
+            self._fuse(crossing, results_only)
 
-    def _find(
-        self, traced: TracedGraph, nodes: list[torch.fx.Node], *, crossing_counts: bool
-    ) -> dict[int, _Storage]:
-        """Return the storages that nodes make, with their unfused lifetimes."""
-        ends = {p.index: max(self._number[n] for n in p.nodes) for p in self._plan.pieces}
+    def _find(self, traced: TracedGraph, plan: Partition, *, crossing_counts: bool) -> set[int]:
+        """Find the storages and their unfused lifetimes; return those that leave their piece."""
+        ends: dict[torch.fx.Node, int] = {}  # the last number of a node's piece
+        for piece in plan.pieces:
+            ends |= dict.fromkeys(piece.nodes, len(ends) + len(piece.nodes) - 1)
+        given = {sid for n in traced.graph.nodes if n.op == "placeholder" for sid in _storages(n)}
         output = next(n for n in traced.graph.nodes if n.op == "output")
         results = {sid for node in output.all_input_nodes for sid in _storages(node)}
-        self._crossing = set(results)
-        found: dict[int, _Storage] = {}
-        for at, node in enumerate(nodes):
-            for sid, size in _sized(traced, node).items():
-                if sid not in self._given and sid not in found:
+        crossing, found = set(results), self._found
+        for at, node in enumerate(self._nodes):
+            for sid, tensor in _memory(node).items():
+                if sid not in given and sid not in found:
+                    size = _num_bytes(traced, tensor)
                     found[sid] = _Storage(at, size, at, node in self._splitting)
-            piece = self._home[node]
             for used in node.all_input_nodes:
-                outside = crossing_counts and self._home.get(used) is not piece
-                for sid in _storages(used):
-                    if sid in found:
-                        last = ends[piece.index] if outside else at
-                        found[sid].last = max(found[sid].last, last)
-                        if outside:
-                            self._crossing.add(sid)
+                outside = crossing_counts and ends.get(used) != ends[node]
+                for sid in _storages(used) & found.keys():
+                    found[sid].last = max(found[sid].last, ends[node] if outside else at)
+                    if outside:
+                        crossing.add(sid)
         for sid in results & found.keys():
-            found[sid].last = len(nodes)
-        return found
+            found[sid].last = len(self._nodes)
+        return crossing
 
-    def _fuse(self, nodes: list[torch.fx.Node], results_only: bool) -> None:
-        """Take memory from what is fused, and let its inputs live until it is computed."""
-        library = {node for node in nodes if self._is_library_call(node)}
-        needed = set(self._crossing)
-        self._generated = {self._number[node] for node in nodes if node not in library}
+    def _fuse(self, crossing: set[int], results_only: bool) -> None:
+        """Take memory from what is fused, and keep its inputs until it is computed."""
+        library = {node for node in self._nodes if self._is_library_call(node)}
+        self._generated = {at for at, node in enumerate(self._nodes) if node not in library}
+        needed = set(crossing)
         if not results_only:
-            for node in nodes:
+            for node in self._nodes:
+                stored = [*mutated_args(node)]
                 if node in library:
-                    needed.update(_storages(node))
-                    needed.update(sid for used in node.all_input_nodes for sid in _storages(used))
-                needed.update(sid for arg in mutated_args(node) for sid in _storages(arg))
-            needed |= self._used_later(nodes, library)
+                    stored += [node, *node.all_input_nodes]
+                needed.update(sid for value in stored for sid in _storages(value))
+            needed |= self._used_later(library)
         for sid, storage in self._found.items():
             storage.real = sid in needed
-        for node in reversed(nodes):
-            made = [self._found[sid] for sid in _storages(node) if sid in self._found]
+        for node in reversed(self._nodes):
+            made = [self._found[sid] for sid in _storages(node) & self._found.keys()]
             late = max((s.last for s in made if not s.real), default=-1)
             for used in node.all_input_nodes:
-                for sid in _storages(used):
-                    if sid in self._found:
-                        self._found[sid].last = max(self._found[sid].last, late)
+                for sid in _storages(used) & self._found.keys():
+                    self._found[sid].last = max(self._found[sid].last, late)
 
-    @staticmethod
-    def _used_later(nodes: list[torch.fx.Node], library: set[torch.fx.Node]) -> set[int]:
+    def _used_later(self, library: set[torch.fx.Node]) -> set[int]:
         """Return what is used more than once, and also behind a library call that comes after it.
 
         A value that is used once is computed where it is used.
         """
-        phase, phases = 0, {}
-        for node in nodes:
-            phases[node] = phase
-            phase += node in library
+        phase = 0  # how many library calls came before
         made: dict[int, int] = {}
-        users: dict[int, set[torch.fx.Node]] = {}
-        for node in nodes:
+        readers: dict[int, dict[torch.fx.Node, int]] = {}
+        for node in self._nodes:
             own = _storages(node)
             for used in node.all_input_nodes:
                 for sid in _storages(used) - own:  # a view is no use
-                    users.setdefault(sid, set()).add(node)
+                    readers.setdefault(sid, {})[node] = phase
             for sid in own:
-                made.setdefault(sid, phases[node])
+                made.setdefault(sid, phase)
+            phase += node in library
         return {
             sid
-            for sid, readers in users.items()
-            if len(readers) > 1 and max(phases[n] for n in readers) > made.get(sid, phase)
+            for sid, phases in readers.items()
+            if len(phases) > 1 and max(phases.values()) > made.get(sid, phase)
         }
 
     def _is_library_call(self, node: torch.fx.Node) -> bool:
@@ -182,61 +174,50 @@ class Lifetimes:
 
         Args:
             rows: of the run.
-            full: whether splitting ops lie inside the graph.
+            full: whether splitting ops are inside the graph.
         """
-        born: dict[int, list[tuple[int, _Storage]]] = {}
-        dies: dict[int, list[int]] = {}
-        for sid, storage in self._found.items():
-            if storage.real and (full or not storage.boundary):
-                born.setdefault(storage.born, []).append((sid, storage))
-                dies.setdefault(storage.last, []).append(sid)
-        for node, at in self._number.items():
+        sizes = {
+            sid: storage.at(rows)
+            for sid, storage in self._found.items()
+            if storage.real and (full or not storage.boundary)
+        }
+        born, dies = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        for sid in sizes:
+            born[self._found[sid].born].append(sid)
+            dies[self._found[sid].last].append(sid)
+        for at, node in enumerate(self._nodes):
             name = self._splitting.get(node, op_names(node)[0])
             inside = not self._opaque_ops and find_spec(name) is not None
             if node in self._splitting or inside:
                 yield Event("boundary", name)
-            gone: set[int] = set()
-            for sid, storage in born.get(at, ()):
-                over = self._overwritten(at, storage.at(rows), dies, rows) - gone
-                if over:
-                    gone.add(min(over))
-                    yield Event("free", min(over))
-                yield Event("alloc", sid, storage.at(rows))
-            for sid in dies.get(at, ()):
-                if sid not in gone:
-                    yield Event("free", sid)
-        for sid in dies.get(len(self._number), ()):
-            yield Event("free", sid)
-
-    def _overwritten(
-        self, at: int, num_bytes: int, dies: dict[int, list[int]], rows: int
-    ) -> set[int]:
-        """Return what a generated kernel may write its result over."""
-        if at not in self._generated:
-            return set()
-        dying = (sid for sid in dies.get(at, ()) if self._found[sid].born < at)
-        return {s for s in dying if self._found[s].at(rows) == num_bytes}
+            # What a generated kernel may write its results over.
+            inputs = {s for s in dies[at] if self._found[s].born < at and at in self._generated}
+            for sid in born[at]:
+                over = min((s for s in inputs if sizes[s] == sizes[sid]), default=None)
+                if over is not None:
+                    inputs.remove(over)
+                    dies[at].remove(over)
+                    yield Event("free", over)
+                yield Event("alloc", sid, sizes[sid])
+            yield from (Event("free", sid) for sid in dies[at])
+        yield from (Event("free", sid) for sid in dies[len(self._nodes)])
 
     def bridge_bytes(self, rows: int) -> int:
         """Return the bytes of what splitting ops return, which a piecewise entry keeps."""
         return sum(s.at(rows) for s in self._found.values() if s.boundary)
 
 
-def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(node.meta.get("example_value"))
-    return [t for t in leaves if isinstance(t, torch.Tensor)]
-
-
 def _storages(node: torch.fx.Node) -> set[int]:
-    return {torch_private.storage_id(t) for t in _tensors(node)}
+    return set(_memory(node))
 
 
-def _sized(traced: TracedGraph, node: torch.fx.Node) -> dict[int, int | CodeType]:
-    """Return the bytes of every storage that a node's tensors lie in."""
-    found: dict[int, int | CodeType] = {}
-    for tensor in _tensors(node):
-        size: Any = traced.size_of(tensor.untyped_storage().nbytes())
-        found[torch_private.storage_id(tensor)] = (
-            size if isinstance(size, int) else compile(size, "<bytes>", "eval")
-        )
-    return found
+def _memory(node: torch.fx.Node) -> dict[int, torch.Tensor]:
+    """Return a tensor of each storage of a node's value."""
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return {torch_private.storage_id(t): t for t in leaves if isinstance(t, torch.Tensor)}
+
+
+def _num_bytes(traced: TracedGraph, tensor: torch.Tensor) -> int | CodeType:
+    """Return the bytes of a tensor's storage, or their compiled source over `s`."""
+    size: Any = traced.size_of(tensor.untyped_storage().nbytes())
+    return size if isinstance(size, int) else compile(size, "<bytes>", "eval")

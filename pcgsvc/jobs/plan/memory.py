@@ -1,12 +1,12 @@
 """What a build would hold in memory, estimated from shapes.
 
-In: a traced and cut graph, or an untraced forward, with a workspace without memory. Out: a
-`MemoryEstimate` in bytes, with how each figure was found. Knows nothing of reports.
+In: a partitioned graph, or an untraced forward, with a workspace without memory. Out: a
+`MemoryEstimate` in bytes, with how each figure was found.
 
 Weights, static buffers and the KV cache are sums over the very tensors that a build would make. The
-graph pool is played through (`pool`), entry by entry in the order of capture: what the regions
-allocate comes from the trace (`lifetimes`) or from a run on fake tensors (`tracked`), and what
-attention allocates inside a full graph always from the latter.
+graph pool is simulated (`pool`), entry by entry in the order of capture: what the regions allocate
+comes from the trace (`lifetimes`) or from a run on fake tensors (`tracked`), and what attention
+allocates inside a full graph always from the latter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from pcgsvc.config import Config, Graphs, Mode
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.jobs.plan.lifetimes import Lifetimes
 from pcgsvc.jobs.plan.pool import Event, Pool
-from pcgsvc.jobs.plan.request import CacheOnly
+from pcgsvc.jobs.plan.request import CacheOnly, first_line
 from pcgsvc.jobs.plan.tracked import attention_events, shape_context
+from pcgsvc.ops.attention import AttentionBackend
+from pcgsvc.ops.context import ForwardContext
 
 ATTENTION = "pcgsvc::attention"
 
@@ -55,6 +57,11 @@ class MemoryEstimate:
         """Add a line."""
         self.items.append(Item(name=name, num_bytes=num_bytes, method=method))
 
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     @property
     def total(self) -> int:
         """Bytes of all lines."""
@@ -81,9 +88,8 @@ def static_memory(estimate: MemoryEstimate, workspace: Workspace) -> None:
         f"{geometry.num_blocks} blocks of {geometry.block_size} tokens in "
         f"{backend.spec.num_layers} layers, {geometry.scratch_blocks} of them scratch",
     )
-    cache = {torch_private.storage_id(t) for t in backend.kv_cache}
     own = [t for t in vars(backend).values() if isinstance(t, torch.Tensor)]
-    scratch = storage_bytes(t for t in own if torch_private.storage_id(t) not in cache)
+    scratch = storage_bytes([*backend.kv_cache, *own]) - storage_bytes(backend.kv_cache)
     if scratch:
         estimate.add("attention scratch", scratch, "static tensors of the backend")
 
@@ -116,95 +122,70 @@ def graph_memory(
     """
     if config.capture.graphs is Graphs.OFF or not entries:
         return
-    inside = _Inside(workspace, like)
-    pool, sums = Pool(), 0
+    pool, taken = Pool(), 0
     for mode, descriptor in entries:
-        full, rows = mode is Mode.FULL, descriptor.num_tokens
-        events = list(events_of(rows, full))
-        if full:
-            events = inside.insert(events, descriptor, config.capture.uniform_query_len)
+        events = list(events_of(descriptor.num_tokens, mode is Mode.FULL))
+        if mode is Mode.FULL:
+            query_len = config.capture.uniform_query_len if descriptor.uniform else None
+            context = shape_context(workspace, descriptor.num_tokens, query_len)
+            events = _with_attention(events, context, like, estimate)
         pool.play(events)
-        sums += sum(e.num_bytes for e in events if e.kind == "alloc")
-    estimate.notes += inside.notes
+        taken += sum(e.num_bytes for e in events if e.kind == "alloc")
+    source = (
+        "values that only generated kernels use taken as fused"
+        if fused
+        else "each op's result in memory until its last use"
+    )
     if config.capture.graphs is Graphs.CUDA:
-        estimate.add(
-            "graph pool",
-            pool.num_bytes,
-            "torch's allocator played through for all entries, largest first, "
-            f"{_source(fused)}; {pool.peak / 2**20:.1f} MiB of it in use at most",
+        taken = pool.num_bytes
+        method = (
+            f"torch's allocator played through for all entries, largest first, {source}; "
+            f"{pool.peak / 2**20:.1f} MiB of it in use at most"
         )
-        estimate.notes.append(
+        estimate.note(
             "CUDA's own memory comes on top: on an H200 0.4 MiB (eager) to 1 MiB (inductor) per "
             "graph of about 8 kernels"
         )
-        taken = pool.num_bytes
     else:
-        taken = sums
-        estimate.add(
-            "graph pool",
-            sums,
-            f"recordings share nothing: every result of every entry, {_source(fused)}",
-        )
+        method = f"recordings share nothing: every result of every entry, {source}"
+    estimate.add("graph pool", taken, method)
     budget = config.capture.memory_budget
     if budget is not None and taken > budget:
-        estimate.notes.append(
+        estimate.note(
             f"the graph pool passes capture.memory_budget={budget} bytes: a run would skip sizes"
         )
 
 
-def _source(fused: bool) -> str:
-    if fused:
-        return "values that only generated kernels use taken as fused"
-    return "each op's result in memory until its last use"
+def _with_attention(
+    events: list[Event], context: ForwardContext, like: torch.Tensor, estimate: MemoryEstimate
+) -> list[Event]:
+    """Return the events of a full graph with those of attention put in where it runs.
 
-
-class _Inside:
-    """What splitting ops allocate inside full graphs."""
-
-    def __init__(self, workspace: Workspace, like: torch.Tensor) -> None:
-        self._workspace, self._like = workspace, like
-        self.notes: list[str] = []
-
-    def insert(
-        self, events: list[Event], descriptor: BatchDescriptor, query_len: int
-    ) -> list[Event]:
-        """Return the events with those of splitting ops put in where they run.
-
-        One layer stands for all: each frees what it took before the next one runs. Recordings keep
-        everything, so that there every layer counts.
-        """
-        names = {e.key for e in events if e.kind == "boundary"}
-        for name in sorted(map(str, names - {ATTENTION})):
-            self._note(f"what {name} allocates inside a full graph is not counted")
-        backend = self._workspace.attention
-        if ATTENTION not in names or backend is None or isinstance(backend, CacheOnly):
-            return events
-        own = self._attention(descriptor, query_len)
-        out: list[Event] = []
-        for at, event in enumerate(events):
-            out.append(event)
-            if event.key == ATTENTION and event.kind == "boundary":
-                out += [Event(e.kind, (at, e.key), e.num_bytes) for e in own]
-        return out
-
-    def _attention(self, descriptor: BatchDescriptor, query_len: int) -> list[Event]:
-        backend, rows = self._workspace.attention, descriptor.num_tokens
-        assert backend is not None
-        uniform = query_len if descriptor.uniform else None
-        context = shape_context(self._workspace, rows, uniform)
-        try:
-            return attention_events(backend, rows, context, self._like)
-        except Exception as error:  # noqa: BLE001 - a kernel may do anything
-            first = (str(error).strip().splitlines() or [""])[0]
-            self._note(
-                f"what {type(backend).__name__} allocates inside a full graph is not counted: it "
-                f"cannot run without memory ({type(error).__name__}: {first[:120]})"
-            )
-            return []
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+    One layer stands for all: each frees what it took before the next one runs. Recordings keep
+    everything, so that there every layer counts. What other splitting ops allocate is only noted.
+    """
+    names = {str(e.key) for e in events if e.kind == "boundary"}
+    missing = "allocates inside a full graph is not counted"
+    for name in sorted(names - {ATTENTION}):
+        estimate.note(f"what {name} {missing}")
+    backend = context.attention
+    if not isinstance(backend, AttentionBackend) or isinstance(backend, CacheOnly):
+        return events
+    if ATTENTION not in names:
+        return events
+    try:
+        own = attention_events(backend, context, like)
+    except Exception as error:  # noqa: BLE001 - a kernel may do anything
+        why = f"{type(error).__name__}: {first_line(error)[:120]}"
+        name = type(backend).__name__
+        estimate.note(f"what {name} {missing}: it cannot run without memory ({why})")
+        return events
+    out: list[Event] = []
+    for at, event in enumerate(events):
+        out.append(event)
+        if event.kind == "boundary" and event.key == ATTENTION:
+            out += [Event(e.kind, (at, e.key), e.num_bytes) for e in own]
+    return out
 
 
 def bridge_memory(estimate: MemoryEstimate, lifetimes: Lifetimes, entries: Sequence[Key]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -144,7 +144,7 @@ def _traced(request: Request, planned: Planned, phases: Phases) -> Plan:
         torch_private.import_compilers(inductor=False)
     traced = trace_forward(request, phases)
     parts = split(traced, config, phases)
-    image = image_of(traced, parts.compiled, parts.shown, reads=[], files={})
+    image = image_of(traced, parts.compiled, parts.shown, guards=[], files={})
     tensors = {**tensors_of(request.bundle.module), **traced.tensors}
     workspace = make_workspace(request, image.spec.bindings, tensors)
     done = _plan(request, planned, image, workspace, phases)
@@ -209,7 +209,8 @@ def _untraced(request: Request, planned: Planned, phases: Phases) -> Plan:
     except Exception as error:  # noqa: BLE001 - a forward may do anything
         first = (str(error).strip().splitlines() or [""])[0]
         why = f"its forward reads values: {type(error).__name__}: {first}"
-    request = plan_request(request.config, phases.progress, real=why)
+    again = plan_request(request.config, phases.progress, real=why)  # resolved already
+    request = replace(again, sizes=request.sizes, warnings=request.warnings)
     assert request.planned is not None
     return _probed(request, request.planned, phases)
 

@@ -1,7 +1,6 @@
-"""How large a CUDA graph pool becomes: torch's caching allocator, played through.
+"""How large a CUDA graph pool becomes: torch's caching allocator, simulated.
 
-In: allocations and frees in the order of capture. Out: bytes of the segments that they need. Knows
-nothing of graphs or models.
+In: allocations and frees in the order of capture. Out: bytes of the segments that they need.
 
 Source: `c10/cuda/CUDACachingAllocator.cpp` of torch 2.11 to 2.14 with its default settings: sizes
 are rounded up to 512 bytes; up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from segments of
@@ -12,7 +11,6 @@ this a little.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -39,14 +37,12 @@ class Event(NamedTuple):
 @dataclass(eq=False)
 class _Block:
     size: int
-    small: bool
     number: int
-    free: bool = False
-    before: _Block | None = None
-    after: _Block | None = None
-
-    def rank(self) -> tuple[int, int]:
-        return (self.size, self.number)
+    """Of equally large free blocks the one with the lowest number is taken."""
+    segment: list[_Block]
+    """All blocks of its segment, by address."""
+    small: bool
+    """Whether its segment is one for small blocks."""
 
 
 class Pool:
@@ -58,8 +54,8 @@ class Pool:
         self.peak = 0
         """Most bytes in use at once, before any rounding."""
         self._used = 0
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
-        self._blocks: dict[Hashable, tuple[_Block, int]] = {}
+        self._free: set[_Block] = set()
+        self._taken: dict[Hashable, tuple[_Block, int]] = {}
         self._numbers = itertools.count()
 
     def play(self, events: Iterable[Event]) -> None:
@@ -76,66 +72,52 @@ class Pool:
             return
         self._used += num_bytes
         self.peak = max(self.peak, self._used)
-        size = -(-num_bytes // _GRAIN) * _GRAIN
+        size = _rounded(num_bytes, _GRAIN)
         small = size <= _SMALL
-        block = self._find(size, small) or self._segment(size, small)
+        fitting = (b for b in self._free if b.small is small and b.size >= size)
+        block = min(fitting, key=lambda b: (b.size, b.number), default=None)
+        if block is None:
+            block = self._new_segment(size, small)
+        self._free.discard(block)
         rest = block.size - size
         if rest >= _GRAIN if small else rest > _SMALL:
-            self._split(block, size)
-        self._blocks[key] = (block, num_bytes)
+            block.size = size
+            tail = _Block(rest, next(self._numbers), block.segment, small)
+            block.segment.insert(block.segment.index(block) + 1, tail)
+            self._free.add(tail)
+        self._taken[key] = (block, num_bytes)
 
-    def release(self, key: Hashable) -> None:
-        """Give a block back; it is joined with free neighbours."""
-        found = self._blocks.pop(key, None)
-        if found is None:
-            return
-        block, num_bytes = found
-        self._used -= num_bytes
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                self._take(other)
-                first, second = (other, block) if other is block.before else (block, other)
-                first.size += second.size
-                first.after = second.after
-                if second.after is not None:
-                    second.after.before = first
-                block = first
-        self._put(block)
-
-    def _find(self, size: int, small: bool) -> _Block | None:
-        """Return the smallest free block that fits, the oldest of equals."""
-        free = self._free[small]
-        at = bisect.bisect_left(free, size, key=lambda item: item[0])
-        if at == len(free):
-            return None
-        block = free.pop(at)[2]
-        block.free = False
-        return block
-
-    def _segment(self, size: int, small: bool) -> _Block:
+    def _new_segment(self, size: int, small: bool) -> _Block:
         if small:
             whole = _SMALL_SEGMENT
-        elif size < _LARGE_LIMIT:
-            whole = _LARGE_SEGMENT
         else:
-            whole = -(-size // _ROUND) * _ROUND
+            whole = _LARGE_SEGMENT if size < _LARGE_LIMIT else _rounded(size, _ROUND)
         self.num_bytes += whole
-        return _Block(whole, small, next(self._numbers))
+        block = _Block(whole, next(self._numbers), [], small)
+        block.segment.append(block)
+        return block
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.size - size, block.small, next(self._numbers))
-        rest.before, rest.after = block, block.after
-        if block.after is not None:
-            block.after.before = rest
-        block.size, block.after = size, rest
-        self._put(rest)
+    def release(self, key: Hashable) -> None:
+        """Give a block back and join it with free neighbours; unknown keys have no block."""
+        block, num_bytes = self._taken.pop(key, (None, 0))
+        if block is None:
+            return
+        self._used -= num_bytes
+        segment = block.segment
+        at = segment.index(block)
+        if at + 1 < len(segment) and segment[at + 1] in self._free:
+            block.size += self._removed(segment, at + 1)
+        if at and segment[at - 1] in self._free:
+            block = segment[at - 1]
+            block.size += self._removed(segment, at)
+        self._free.add(block)
 
-    def _put(self, block: _Block) -> None:
-        block.free = True
-        bisect.insort(self._free[block.small], (*block.rank(), block), key=lambda item: item[:2])
+    def _removed(self, segment: list[_Block], at: int) -> int:
+        """Take a block out of its segment and return its size."""
+        block = segment.pop(at)
+        self._free.discard(block)
+        return block.size
 
-    def _take(self, block: _Block) -> None:
-        free = self._free[block.small]
-        at = bisect.bisect_left(free, block.rank(), key=lambda item: item[:2])
-        free.pop(at)
-        block.free = False
+
+def _rounded(num_bytes: int, grain: int) -> int:
+    return -(-num_bytes // grain) * grain

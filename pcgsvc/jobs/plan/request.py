@@ -1,6 +1,6 @@
 """The request of a plan: the configured model with shapes and without memory.
 
-In: a config. Out: a `Request` whose tensors are fake. Knows nothing of tracing or graphs.
+In: a config. Out: a `Request` whose tensors are fake.
 
 Where torch has no CUDA device, a plan for one is made on the CPU's tensors: a torch without CUDA
 cannot index a fake CUDA tensor. A model that asks for the device's type then takes the CPU's way.
@@ -15,8 +15,8 @@ import time
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.config import Config, resolve, validate
-from pcgsvc.config.devices import device_of, is_here
+from pcgsvc.config import Config
+from pcgsvc.config.devices import is_here
 from pcgsvc.errors import ConfigError, PcgError
 from pcgsvc.events import Progress
 from pcgsvc.forward.bundle import ModelBundle
@@ -28,7 +28,7 @@ from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.context import ForwardContext
 from pcgsvc.ops.support import Support
-from pcgsvc.sizing.auto import with_sizes
+from pcgsvc.sizing.resolve import resolve_config
 
 logger = logging.getLogger(__name__)
 
@@ -54,22 +54,20 @@ class CacheOnly(AttentionBackend):
 def plan_request(config: Config, progress: Progress, *, real: str | None = None) -> Request:
     """Resolve and validate a config and build its model without memory.
 
-    A model whose constructor reads values of tensors is built for real, and the plan says so.
+    A model whose constructor reads values of tensors is built for real, with a warning in the plan.
 
     Args:
         config: as composed or resolved.
-        progress: hears of the phase.
+        progress: shows the phase.
         real: why the model is built for real from the start; None: it is not.
     """
     started = time.perf_counter()
-    target = device_of(config)
-    config, sizes = with_sizes(config)
-    config = resolve(config, device_type=target.type)
-    validate(config, device_type=target.type)
+    resolved = resolve_config(config)
+    config, target = resolved.config, resolved.device
     validate_model(config)
     planned = Planned(target=target, fake=torch_private.fake_tensors(), notes=[], warnings=[])
     if real is not None:
-        need_values(planned, real)
+        _use_real_tensors(planned, real)
     elif config.model.name == "module":
         planned.fake = contextlib.nullcontext()  # a constructor of the user's may need values
         planned.notes.append("model=module is made as it is, with its weights in memory")
@@ -95,48 +93,42 @@ def plan_request(config: Config, progress: Progress, *, real: str | None = None)
         arguments=arguments_of(bundle, inputs),
         weights_s=time.perf_counter() - started,
         planned=planned,
-        sizes=sizes,
+        sizes=resolved.sizes,
+        warnings=resolved.warnings,
     )
-    logger.info("model: %.3f s, %s", request.weights_s, _how(planned))
+    how = "shapes only, no weights in memory" if _is_fake(planned) else "with its weights in memory"
+    logger.info("model: %.3f s, %s", request.weights_s, how)
     return request
 
 
-def _how(planned: Planned) -> str:
-    real = isinstance(planned.fake, contextlib.nullcontext)
-    return "with its weights in memory" if real else "shapes only, no weights in memory"
+def _is_fake(planned: Planned) -> bool:
+    return not isinstance(planned.fake, contextlib.nullcontext)
 
 
 def _build(
     config: Config, home: torch.device, planned: Planned
 ) -> tuple[ModelBundle, list[InputSpec]]:
+    if not _is_fake(planned):
+        return make_bundle(config, home)
     try:
-        with planned.fake, _swappable(planned):
-            return _made(config, home)
+        with planned.fake, torch_private.swappable(planned.fake):
+            return make_bundle(config, home)
     except PcgError:
         raise
-    except Exception as error:
-        if planned.warnings:
-            raise  # real tensors did not help
-        lines = str(error).strip().splitlines() or [""]
-        need_values(planned, f"its constructor needs them: {type(error).__name__}: {lines[0]}")
-    return _made(config, home)
-
-
-def _swappable(planned: Planned) -> contextlib.AbstractContextManager[None]:
-    if isinstance(planned.fake, contextlib.nullcontext):
-        return contextlib.nullcontext()
-    return torch_private.swappable(planned.fake)
-
-
-def _made(config: Config, home: torch.device) -> tuple[ModelBundle, list[InputSpec]]:
+    except Exception as error:  # noqa: BLE001 - a constructor may do anything
+        why = f"its constructor needs them: {type(error).__name__}: {first_line(error)}"
+    _use_real_tensors(planned, why)
     return make_bundle(config, home)
 
 
-def need_values(planned: Planned, why: str) -> None:
-    """Go on with real tensors, and say so."""
-    words = f"the model was planned with its weights in memory, since {why}"
-    planned.warnings.append(words)
+def _use_real_tensors(planned: Planned, why: str) -> None:
+    planned.warnings.append(f"the model was planned with its weights in memory, since {why}")
     planned.fake = contextlib.nullcontext()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; empty if it has none."""
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _choose_backend(config: Config, home: torch.device, planned: Planned) -> None:

@@ -1,13 +1,13 @@
-"""What `report.json` says of a plan, under `plan`.
+"""The `plan` of `report.json`.
 
-In: a `Plan`. Out: plain dicts of JSON types. Knows nothing of how they are shown.
+In: a `Plan`. Out: plain dicts of JSON types.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def _mode_words(plan: Plan) -> str:
         return f"{asked} stays as asked: there is no splitting op in the graph"
     least = min(rows, key=lambda row: list(_MEANING).index(row["support"]))
     return (
-        f"{asked} stays as asked: {least['op']} may lie {_MEANING[least['support']]} "
+        f"{asked} stays as asked: {least['op']} may be {_MEANING[least['support']]} "
         f"({least['support']}, by {least['said_by']})"
     )
 
@@ -111,19 +111,18 @@ def _mode_words(plan: Plan) -> str:
 class _Kind:
     """A piece; equal ones are shown once."""
 
-    name: str
     kind: str
     hash: str | None
     reason: str
     ops: list[str]
     """In order."""
-    code: list[str]
-    """One line per op with shape and the user's line; empty for a forward that is not traced."""
-    inputs: list[str]
-    outputs: list[str]
     splitting: dict[str, int]
     names: list[str]
     """Of all pieces like it."""
+    code: list[str] = field(default_factory=list)
+    """One line per op with shape and the user's line; empty for a forward that is not traced."""
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -137,12 +136,16 @@ class _Kind:
             "pieces": self.names,
             "reason": self.reason,
             "num_ops": len(self.ops),
-            "ops": [{"op": op, "count": n} for op, n in Counter(self.ops).most_common()],
-            "splitting": [{"op": op, "count": n} for op, n in self.splitting.items()],
+            "ops": _counted(dict(Counter(self.ops).most_common())),
+            "splitting": _counted(self.splitting),
             "inputs": self.inputs,
             "outputs": self.outputs,
             "code": self.code,
         }
+
+
+def _counted(ops: dict[str, int]) -> list[dict[str, Any]]:
+    return [{"op": op, "count": count} for op, count in ops.items()]
 
 
 def _gathered(kinds: list[_Kind]) -> list[_Kind]:
@@ -175,14 +178,10 @@ def _kinds(plan: Plan) -> Iterator[_Kind]:
         region = info.kind == Kind.REGION.value
         ops = [next(kernels) for _ in range(info.ops)] if region else _breaks(info.reason)
         yield _Kind(
-            name=info.name,
             kind=info.kind,
             hash=info.hash,
             reason=info.reason,
             ops=ops,
-            code=[],
-            inputs=[],
-            outputs=[],
             splitting={} if region else dict(Counter(ops)),
             names=[info.name],
         )
@@ -195,16 +194,15 @@ def _breaks(reason: str) -> list[str]:
 
 def _traced_kind(piece: Piece, traced: TracedGraph) -> _Kind:
     return _Kind(
-        name=piece.name,
         kind=piece.kind.value,
         hash=piece.hash,
         reason=piece.reason,
         ops=[_op(node) for node in piece.nodes],
-        code=[_line(node, traced) for node in piece.nodes],
-        inputs=[_words(node, traced) for node in piece.inputs],
-        outputs=[_words(node, traced) for node in piece.outputs],
         splitting=dict(Counter(piece.splitting.values())),
         names=[piece.name],
+        code=[_line(node, traced) for node in piece.nodes],
+        inputs=[_shape(node, traced) for node in piece.inputs],
+        outputs=[_shape(node, traced) for node in piece.outputs],
     )
 
 
@@ -216,12 +214,12 @@ def _line(node: torch.fx.Node, traced: TracedGraph) -> str:
     """Return `op -> shape  file:line in function`."""
     path, _, rest = user_line(node).rpartition(":")
     where = f"{Path(path).name}:{rest}" if path else ""
-    words = _words(node, traced)
-    return f"{_op(node)}{f' -> {words}' if words else ''}  # {where}"
+    shape = _shape(node, traced)
+    return f"{_op(node)}{f' -> {shape}' if shape else ''}  # {where}"
 
 
-def _words(node: torch.fx.Node, traced: TracedGraph) -> str:
-    """Return dtype and shape of a value in few words."""
+def _shape(node: torch.fx.Node, traced: TracedGraph) -> str:
+    """Return dtype and shape of a value; empty where it is neither tensor nor integer."""
     value = node.meta.get("example_value")
     if isinstance(value, torch.Tensor):
         spec = traced.spec_of(node)

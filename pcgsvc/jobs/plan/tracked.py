@@ -1,13 +1,13 @@
 """When code that is not traced allocates and frees memory: it is run on tensors without memory.
 
 In: a forward, or an attention backend, inside a block of fake tensors. Out: `Event`s, one per
-storage that an op makes and one when the last tensor over it is gone. Knows nothing of allocators.
+storage that an op makes and one when the last tensor over it is gone.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -23,15 +23,17 @@ from pcgsvc.ops.context import ForwardContext, use_context
 
 
 class Tracked(torch_private.RecordingMode):
-    """Notes what ops allocate. Splitting ops are noted and go to their shape functions."""
+    """Notes what ops allocate. Splitting ops are noted and go to their shape functions.
+
+    As a `BreakHandler` it runs marked Python functions where they are met.
+    """
 
     def __init__(self, boundaries: Collection[str] = ()) -> None:
         super().__init__()
         self.events: list[Event] = []
         self._boundaries = boundaries
-        self._number = itertools.count()
-        self._live: dict[int, list[int]] = {}
-        """Per storage that was made here: its number, and how many tensors lie in it."""
+        self._live = Counter[int]()
+        """How many tensors use each storage that was made here."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -51,40 +53,28 @@ class Tracked(torch_private.RecordingMode):
 
     def _note(self, tensor: torch.Tensor, known: set[int]) -> None:
         sid = torch_private.storage_id(tensor)
-        if sid not in self._live:
+        if not self._live[sid]:
             if sid in known:
-                return  # a view of what was there before
-            number = next(self._number)
-            self._live[sid] = [number, 0]
-            self.events.append(Event("alloc", number, tensor.untyped_storage().nbytes()))
-        self._live[sid][1] += 1
+                return  # a view of an older storage
+            self.events.append(Event("alloc", sid, tensor.untyped_storage().nbytes()))
+        self._live[sid] += 1
         weakref.finalize(tensor, self._gone, sid)
 
     def _gone(self, sid: int) -> None:
-        entry = self._live[sid]
-        entry[1] -= 1
-        if not entry[1]:
-            del self._live[sid]
-            self.events.append(Event("free", entry[0]))
-
-    def close(self) -> list[Event]:
-        """Return all events; what is still alive is freed at the end."""
-        done = [*self.events, *(Event("free", number) for number, _ in self._live.values())]
-        return done
-
-
-class _Breaks:
-    """Runs marked Python functions where they are met; what they allocate is not captured."""
-
-    def __init__(self, tracked: Tracked) -> None:
-        self._tracked = tracked
+        self._live[sid] -= 1
+        if not self._live[sid]:
+            self.events.append(Event("free", sid))
 
     def at_function(
         self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """See `BreakHandler.at_function`."""
-        self._tracked.events.append(Event("boundary", name))
+        self.events.append(Event("boundary", name))
         return function(*args, **kwargs)
+
+    def close(self) -> list[Event]:
+        """Return all events; what is still alive is freed at the end."""
+        return [*self.events, *(Event("free", sid) for sid in +self._live)]
 
 
 def forward_events(
@@ -105,25 +95,24 @@ def forward_events(
     """
     views = workspace.views(context.padded_tokens)
     tracked = Tracked(boundaries)
-    with use_context(context), handle_breaks(_Breaks(tracked)), tracked:
+    with use_context(context), handle_breaks(tracked), tracked:
         result = module(**views, **constants)
     events = tracked.close()
-    del result
+    del result  # not before: a run's results live until its end
     return events
 
 
 def attention_events(
-    backend: AttentionBackend, rows: int, context: ForwardContext, like: torch.Tensor
+    backend: AttentionBackend, context: ForwardContext, like: torch.Tensor
 ) -> list[Event]:
     """Return what one layer of attention allocates and frees inside a full graph.
 
     Args:
         backend: without memory.
-        rows: of the step.
-        context: of the step, on the backend's device.
+        context: of the step, on the backend's device; its padded rows are the step's.
         like: any tensor of the device and dtype of q, k and v.
     """
-    spec = backend.spec
+    spec, rows = backend.spec, context.padded_tokens
     q = like.new_empty(rows, spec.num_heads, spec.head_dim)
     k, v = (like.new_empty(rows, spec.num_kv_heads, spec.head_dim) for _ in range(2))
     output = torch.empty_like(q)
@@ -136,8 +125,8 @@ def attention_events(
 
 def shape_context(workspace: Workspace, rows: int, uniform_query_len: int | None) -> ForwardContext:
     """Return the context of a step of which nothing but shapes is known."""
-    reqs = workspace.max_reqs
-    width = workspace.geometry.blocks_per_request if workspace.geometry is not None else 0
+    reqs, geometry = workspace.max_reqs, workspace.geometry
+    width = geometry.blocks_per_request if geometry is not None else 0
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=workspace.device)

@@ -1,7 +1,7 @@
-"""Replaying a traffic file through a runner: what of the captured graphs is used.
+"""Replay a traffic file through a runner and count which captured graphs it uses.
 
 In: a runner and a traffic. Out: the report's `traffic`: hits, padding, fall-backs, graphs that were
-never used. Results of the calls are thrown away. Knows nothing of tables.
+never used. Results of the calls are thrown away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pcgsvc.config import Config, Graphs, Mode
 from pcgsvc.errors import UncoveredError
 from pcgsvc.events import Progress
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
-from pcgsvc.forward.workspace import usable_sizes
 from pcgsvc.serve.runner import Runner
 from pcgsvc.sizing.cost import modelled
 from pcgsvc.sizing.expect import Forecast, Service
@@ -35,8 +34,8 @@ def replay(runner: Runner, config: Config, progress: Progress) -> dict[str, Any]
     Every row of the file is called `count` times, in an order shuffled by `config.seed`. Of more
     than `config.max_traffic_calls` calls that many are taken evenly: by row count, the calls at
     equal distances. A general call is one request, or as few as `attention.max_model_len` allows;
-    requests of uniform calls have some past. They lie in the runner's KV blocks, whose contents
-    are lost.
+    requests of uniform calls have some past. They use the runner's KV blocks, whose contents are
+    lost.
 
     Returns:
         The report's `traffic`: `runner.stats()` of these calls and what the sizes were expected to
@@ -68,7 +67,7 @@ def replay(runner: Runner, config: Config, progress: Progress) -> dict[str, Any]
         progress.advance()
     progress.stop()
     stats = runner.stats()
-    del stats["calls"]  # the file says as much
+    del stats["calls"]  # known from the file
     return {
         "file": config.traffic,
         "calls_in_file": traffic.num_calls,
@@ -103,7 +102,7 @@ def _expected(runner: Runner, traffic: Traffic) -> float:
         query_len=config.capture.uniform_query_len,
         max_reqs=runner.memory.max_reqs,
     )
-    sizes = [] if config.capture.graphs is Graphs.OFF else usable_sizes(config)[0]
+    sizes = [] if config.capture.graphs is Graphs.OFF else config.capture.final_sizes
     return Forecast(traffic, service, modelled(0.0, 1.0)).of(sizes).padding_share
 
 

@@ -1,1 +1,1 @@
-"""The jobs of a sweep, run apart from each other, and what became of them."""
+"""The jobs of a sweep, run apart from each other, and how they ended."""

@@ -1,7 +1,7 @@
 """The process of one isolated job of a sweep; started by `isolate.py` as a script.
 
 In: a task as JSON on standard input, and the number of a pipe. Out: the job's outcome as JSON on
-that pipe, and its exit code. Imports nothing of pcgsvc before the import path has been handed over.
+that pipe, and its exit code. Imports nothing of pcgsvc before the task has brought the import path.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def main() -> int:
     _die_with(task["parent"])
     sys.path[:] = task["path"]
     try:
-        said = _perform(task)
+        outcome = _perform(task)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    os.write(channel, json.dumps(said).encode())
-    return int(said["code"])
+    os.write(channel, json.dumps(outcome).encode())
+    return int(outcome["code"])
 
 
 def _die_with(parent: int) -> None:
@@ -54,15 +54,12 @@ def _perform(task: dict[str, Any]) -> dict[str, Any]:
     from pcgsvc.config import from_dict
     from pcgsvc.jobs.sweep.outcome import perform
 
-    logging.raiseExceptions = False  # a full disk shall not fill the output with tracebacks
+    logging.raiseExceptions = False  # a full disk must not fill the output with tracebacks
     configure_log(OmegaConf.create(task["logging"]), task["verbose"])
     config, path = from_dict(task["config"]), Path(task["report"])
     outcome = perform(config, path, verbose=bool(task["verbose"]))
-    return {
-        "code": outcome.code,
-        "reason": outcome.reason and outcome.reason[:_MOST],
-        "report": str(outcome.report) if outcome.report else None,
-    }
+    reason = outcome.reason and outcome.reason[:_MOST]
+    return {"code": outcome.code, "reason": reason, "report": outcome.report}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One job in a process of its own: started, watched, ended.
 
-In: a config. Out: an `Isolated`, however the process ended: by itself, by an error, by a signal,
+In: a config. Out: an `Outcome`, however the process ended: by itself, by an error, by a signal,
 by the kernel for want of memory, or at its time limit. Knows nothing of Hydra or sweeps.
 
 The process (`child.py`) leads a session of its own, so that a Ctrl-C at the terminal reaches this
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,32 +35,13 @@ _PATIENCE = ((signal.SIGINT, 5.0), (signal.SIGTERM, 2.0))
 """How a job is asked to end, and how many seconds it then has to clean up behind itself."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Isolated:
-    """How an isolated job went."""
-
-    outcome: Outcome
-    seconds: float
-    """Wall time of the process, its start included."""
-    peak_host_bytes: int | None
-    """The most memory that it held; None: the kernel does not tell."""
-    output: Path
-    """What it printed."""
-
-
 def run_isolated(
-    config: Config,
-    report_path: Path,
-    folder: Path,
-    *,
-    logging_config: dict[str, Any],
-    verbose: Any,
-    timeout_s: float | None,
-) -> Isolated:
-    """Run a job in a process of its own and wait for its end.
+    config: Config, report_path: Path, folder: Path, *, logging_config: dict[str, Any], verbose: Any
+) -> Outcome:
+    """Run a job in a process of its own and wait for its end, at most `sweep.timeout_s` seconds.
 
     The process has this one's environment, working directory and import path, and nothing else of
-    it: what was registered or changed here by code is not there.
+    it: what code has registered or changed here is missing there.
 
     Args:
         config: as composed.
@@ -68,10 +49,10 @@ def run_isolated(
         folder: gets `output.txt`.
         logging_config: for `logging.config.dictConfig`; its console is `output.txt`.
         verbose: as `hydra.verbose`.
-        timeout_s: when to end it; None: never.
 
     Raises:
-        BaseException: whatever interrupted the wait, after the job's process has been ended.
+        OSError: the process cannot be started, or its output cannot be written.
+        BaseException: what interrupted the wait, after the job's process has been ended.
     """
     task = {
         "parent": os.getpid(),
@@ -81,21 +62,17 @@ def run_isolated(
         "logging": logging_config,
         "verbose": verbose,
     }
-    output, started, ooms = folder / OUTPUT, time.perf_counter(), _oom_kills()
+    output, ooms, timeout_s = folder / OUTPUT, _oom_kills(), config.sweep.timeout_s
     with _started(output) as (process, channel):
         peak, timed_out = _wait(process, task, timeout_s)
         _kill(process)  # what it started and left behind; itself is reaped here
-        message = _message(channel)
-    seconds = time.perf_counter() - started
-    if message is not None:
-        report = Path(message["report"]) if message["report"] else None
-        outcome = Outcome(code=message["code"], reason=message["reason"], report=report)
-    else:
+        outcome = _received(channel)
+    if outcome is None:
         limit = timeout_s if timed_out else None
         killed = _oom_kills() > ooms
         reason = _why(process.returncode, output, peak=peak, limit=limit, out_of_memory=killed)
         outcome = Outcome(code=FAILED, reason=reason)
-    return Isolated(outcome=outcome, seconds=seconds, peak_host_bytes=peak, output=output)
+    return replace(outcome, peak_host_bytes=peak, output=str(output))
 
 
 # ---- the process ---------------------------------------------------------------------------------
@@ -106,15 +83,16 @@ def _started(output: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start the process; at the end of the block, however it is left, it is gone.
 
     Yields:
-        The process, and the pipe on which it says what became of its job.
+        The process, and the pipe on which it sends its job's outcome.
     """
-    channel, theirs = os.pipe()
-    try:
+    with contextlib.ExitStack() as stack:
+        channel, theirs = os.pipe()
+        stack.callback(os.close, channel)
         os.set_blocking(channel, False)  # a grandchild may hold the other end for longer
         try:
             with output.open("wb") as file:
                 process = subprocess.Popen(
-                    # -P: the import path is handed over; -u: a killed job's last words are there.
+                    # -P: the import path is handed over; -u: a killed job's last output is kept.
                     [sys.executable, "-P", "-u", child.__file__, str(theirs)],
                     stdin=subprocess.PIPE,
                     stdout=file,
@@ -124,13 +102,8 @@ def _started(output: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
                 )
         finally:
             os.close(theirs)
-        try:
-            yield process, channel
-        finally:
-            if process.returncode is None:
-                _end(process)
-    finally:
-        os.close(channel)
+        stack.callback(_end, process)
+        yield process, channel
 
 
 def _wait(
@@ -147,7 +120,7 @@ def _wait(
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     peak: int | None = None
     while not _has_ended(process):
-        peak = max(filter(None, (peak, _peak_bytes(process.pid))), default=None)
+        peak = _peak_bytes(process.pid) or peak
         if deadline is not None and time.monotonic() > deadline:
             _end(process)
             return peak, True
@@ -162,6 +135,8 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ask a process and all that it started to end, wait a little, kill the rest."""
+    if process.returncode is not None:
+        return
     try:
         for number, patience in _PATIENCE:
             _signal(process, number)
@@ -186,26 +161,21 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         os.killpg(process.pid, number)
 
 
-# ---- what became of it ---------------------------------------------------------------------------
+# ---- how it ended --------------------------------------------------------------------------------
 
 
-def _message(channel: int) -> dict[str, Any] | None:
-    """Return what the job said of itself at its end; None if it came to no end."""
-    parts = []
-    with contextlib.suppress(BlockingIOError):
-        while part := os.read(channel, 1 << 16):
-            parts.append(part)
-    try:
-        found = json.loads(b"".join(parts))
-    except ValueError:
+def _received(channel: int) -> Outcome | None:
+    """Return the outcome that the job sent at its end; None if it came to no end."""
+    try:  # all of it is there, since its writer has ended
+        return Outcome(**json.loads(os.read(channel, 1 << 16)))
+    except (BlockingIOError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def _why(
     code: int, output: Path, *, peak: int | None, limit: float | None, out_of_memory: bool
 ) -> str:
-    """Say how a process ended that did not say so itself."""
+    """Return how a process ended that sent no outcome."""
     held = f" It held up to {peak / 2**20:.0f} MiB of host memory." if peak else ""
     if limit is not None:
         return f"ended after sweep.timeout_s={limit:g} seconds, with its job not done.{held}"
@@ -216,10 +186,10 @@ def _why(
             else "by another process, or by a memory limit"
         )
         return f"killed (SIGKILL) {who}.{held}"
-    said = _last_words(output)
+    last = _last_words(output)
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}{said}"
-    return f"its process ended with exit code {code} before its job did{said}"
+        return f"ended by {signal.Signals(-code).name}{last}"
+    return f"its process ended with exit code {code} before its job did{last}"
 
 
 def _last_words(output: Path) -> str:
@@ -238,18 +208,20 @@ def _last_words(output: Path) -> str:
 
 
 def _peak_bytes(pid: int) -> int | None:
-    """Return the most memory that a process has held; None if it is not told or over."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
+    """Return the most memory that a process has held; None: not known, or it has ended."""
+    peak = _proc_number(f"/proc/{pid}/status", "VmHWM:")
+    return None if peak is None else peak * 1024
 
 
 def _oom_kills() -> int:
     """Return how many processes this machine has killed for want of memory."""
+    return _proc_number("/proc/vmstat", "oom_kill ") or 0
+
+
+def _proc_number(path: str, name: str) -> int | None:
+    """Return the number beside a name in a file of /proc."""
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(name):
                 return int(line.split()[1])
-    return 0
+    return None

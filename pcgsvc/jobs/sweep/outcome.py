@@ -1,7 +1,6 @@
-"""One job, done: its exit code, what went wrong, and where its report lies.
+"""Run one job: its exit code, what went wrong, and the path of its report.
 
-In: a config. Out: an `Outcome`; an error is a log message and never an exception. Knows nothing of
-Hydra, sweeps or processes.
+In: a config. Out: an `Outcome`; an error is a log message and never an exception.
 """
 
 from __future__ import annotations
@@ -15,19 +14,23 @@ from pcgsvc.errors import ConfigError, PcgError
 
 logger = logging.getLogger(__name__)
 
-OK, FAILED, BAD_CONFIG = 0, 1, 2
-"""Exit codes of the command line."""
+OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes of the command line; 130 is 128 + SIGINT, as shells report it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one job."""
+    """How one job ended."""
 
     code: int
     reason: str | None = None
     """What went wrong; None if nothing did."""
-    report: Path | None = None
-    """The report that this job wrote, also where it failed afterwards; None: it wrote none."""
+    report: str | None = None
+    """Path of the report that it wrote, also where it failed afterwards; None: it wrote none."""
+    peak_host_bytes: int | None = None
+    """The most memory that its process held; None: not known, or it had no process of its own."""
+    output: str | None = None
+    """Path of what it printed; None: it printed into this process's output."""
 
 
 def perform(config: Config, report_path: Path, *, verbose: bool) -> Outcome:
@@ -54,11 +57,11 @@ def perform(config: Config, report_path: Path, *, verbose: bool) -> Outcome:
         logger.error("%s%s", reason, hint, exc_info=error if verbose else None)
     after = _stamp(report_path)
     written = after is not None and after != before
-    return Outcome(code=code, reason=reason, report=report_path if written else None)
+    return Outcome(code=code, reason=reason, report=str(report_path) if written else None)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return what changes whenever a report is written; None where there is none."""
+    """Return what changes whenever a report is written; None: there is no file."""
     try:
         found = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""What is known of each job of a sweep, on disk, whichever process ran it.
+"""What is known of each job of a sweep, on disk, in whichever process it ran.
 
 In: a sweep's folder. Out: a `Record` per job. Knows nothing of Hydra, processes or reports.
 
@@ -20,8 +20,8 @@ NAME = "job.json"
 """A record's file, in its job's folder."""
 
 
-class Status(enum.Enum):
-    """What became of a job."""
+class Status(enum.StrEnum):
+    """How a job ended, or that it has not."""
 
     DONE = "done"
     FAILED = "failed"
@@ -35,7 +35,7 @@ class Record:
     """One job of a sweep."""
 
     sweep: str
-    """Which sweep; folders of an earlier one may lie beside it."""
+    """Which sweep; folders of an earlier one may be beside it."""
     number: int
     """Its place in the sweep, from 0."""
     overrides: list[str]
@@ -56,8 +56,7 @@ class Record:
 
 def write_record(record: Record) -> None:
     """Write a job's record into its folder."""
-    tree = {**asdict(record), "status": record.status.value}
-    write_json(Path(record.folder) / NAME, tree)
+    write_json(Path(record.folder) / NAME, asdict(record))
 
 
 def read_records(
@@ -68,14 +67,20 @@ def read_records(
     Args:
         folder: of the sweep.
         sweep: which one; records of others are passed over.
-        overrides: of each job that there should be; None: whatever has left a record.
+        overrides: of each expected job; None: take those that left a record.
         interrupted: whether the sweep was ended from outside.
     """
+    ended = "the sweep was interrupted" if interrupted else None
     found = {}
     for path in folder.rglob(NAME):
         record = _read(path)
-        if record is not None and record.sweep == sweep:
-            found[record.number] = _ended(record, interrupted=interrupted)
+        if record is None or record.sweep != sweep:
+            continue
+        if record.status is Status.RUNNING:
+            status = Status.INTERRUPTED if interrupted else Status.FAILED
+            reason = ended or "the process that ran it ended without a word"
+            record = replace(record, status=status, reason=reason)
+        found[record.number] = record
     for number, words in enumerate(overrides or []):
         missing = Record(
             sweep=sweep,
@@ -83,7 +88,7 @@ def read_records(
             overrides=words,
             folder=str(folder),
             status=Status.NOT_RUN,
-            reason="the sweep was interrupted" if interrupted else "the launcher never started it",
+            reason=ended or "the launcher never started it",
         )
         found.setdefault(number, missing)
     return [found[number] for number in sorted(found)]
@@ -96,14 +101,3 @@ def _read(path: Path) -> Record | None:
         return Record(**{**tree, "status": Status(tree["status"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def _ended(record: Record, *, interrupted: bool) -> Record:
-    """Say what became of a job that never reported its end."""
-    if record.status is not Status.RUNNING:
-        return record
-    if interrupted:
-        return replace(record, status=Status.INTERRUPTED, reason="the sweep was interrupted")
-    return replace(
-        record, status=Status.FAILED, reason="the process that ran it ended without a word"
-    )

@@ -17,10 +17,9 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from pcgsvc.config import Config
 from pcgsvc.config.compose import from_tree
 from pcgsvc.errors import ConfigError
-from pcgsvc.jobs.sweep.isolate import Isolated, run_isolated
+from pcgsvc.jobs.sweep.isolate import run_isolated
 from pcgsvc.jobs.sweep.outcome import BAD_CONFIG, FAILED, OK, Outcome, perform
 from pcgsvc.jobs.sweep.records import Record, Status, write_record
 
@@ -38,88 +37,61 @@ class Membership:
 
 def run_task(composed: DictConfig, membership: Membership | None) -> int:
     """Run one job; `membership` is None for a job that is no part of a sweep."""
-    if membership is not None:
-        return _run_in_sweep(composed, membership)
-    config = _config(composed)
-    if isinstance(config, Outcome):
-        return config.code
-    with contextlib.chdir(HydraConfig.get().runtime.cwd):  # paths mean what the shell meant
-        return perform(config, _report_path(config), verbose=bool(HydraConfig.get().verbose)).code
-
-
-def _run_in_sweep(composed: DictConfig, membership: Membership) -> int:
+    if membership is None:
+        return _run(composed, may_isolate=False).code
     hydra = HydraConfig.get()
     record = Record(
         sweep=membership.sweep,
         number=hydra.job.num,
         overrides=list(hydra.overrides.task),
-        folder=str(Path(hydra.runtime.output_dir)),
+        folder=hydra.runtime.output_dir,
     )
     (Path(record.folder) / "report.json").unlink(missing_ok=True)  # of an earlier sweep
     write_record(record)
     started = time.perf_counter()
-    config = _config(composed)
-    if isinstance(config, Outcome):
-        outcome = config
-    else:
-        with contextlib.chdir(hydra.runtime.cwd):
-            if config.sweep.isolate:
-                outcome, record = _isolated(config, record)
-            else:
-                outcome = perform(config, _report_path(config), verbose=bool(hydra.verbose))
+    outcome = _run(composed, may_isolate=True)
     record = replace(
         record,
         status=Status.DONE if outcome.code == OK else Status.FAILED,
         reason=outcome.reason,
         seconds=time.perf_counter() - started,
-        report=str(outcome.report) if outcome.report else None,
+        peak_host_bytes=outcome.peak_host_bytes,
+        report=outcome.report,
+        output=outcome.output,
     )
     write_record(record)
-    _say(record, membership)
+    _log(record, membership.total)
     return OK if outcome.code == OK else FAILED
 
 
-def _config(composed: DictConfig) -> Config | Outcome:
-    """Convert what Hydra composed; other sweepers than Hydra's own are met here only."""
+def _run(composed: DictConfig, *, may_isolate: bool) -> Outcome:
+    """Run a job as Hydra composed it, in a process of its own if its config asks for that."""
+    hydra = HydraConfig.get()
     try:
-        return from_tree(composed)
+        config = from_tree(composed)  # the first check of jobs of other sweepers than Hydra's own
     except ConfigError as error:
         reason = f"ConfigError: {error}"
         logger.error("%s", reason)
         return Outcome(code=BAD_CONFIG, reason=reason)
+    folder = Path(hydra.runtime.output_dir)
+    with contextlib.chdir(hydra.runtime.cwd):  # paths mean what the shell meant
+        report = Path(config.report).absolute() if config.report else folder / "report.json"
+        if not (may_isolate and config.sweep.isolate):
+            return perform(config, report, verbose=bool(hydra.verbose))
+        verbose, logs = _plain(hydra.verbose), _plain(hydra.job_logging)
+        try:
+            return run_isolated(config, report, folder, logging_config=logs, verbose=verbose)
+        except OSError as error:  # no memory for a process, no room for its output
+            reason = f"the job's process cannot be started: {error}"
+            return Outcome(code=FAILED, reason=reason)
 
 
-def _report_path(config: Config) -> Path:
-    """Return where a job's report goes, as an absolute path."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    return Path(config.report).absolute() if config.report else folder / "report.json"
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _isolated(config: Config, record: Record) -> tuple[Outcome, Record]:
-    hydra = HydraConfig.get()
-    logging_config: Any = OmegaConf.to_container(hydra.job_logging, resolve=True)
-    verbose = hydra.verbose
-    if OmegaConf.is_config(verbose):
-        verbose = OmegaConf.to_container(verbose, resolve=True)
-    try:
-        done: Isolated = run_isolated(
-            config,
-            _report_path(config),
-            Path(record.folder),
-            logging_config=logging_config,
-            verbose=verbose,
-            timeout_s=config.sweep.timeout_s,
-        )
-    except OSError as error:  # no memory for a process, no room for its output
-        return Outcome(code=FAILED, reason=f"the job's process cannot be started: {error}"), record
-    return done.outcome, replace(
-        record, peak_host_bytes=done.peak_host_bytes, output=str(done.output)
-    )
-
-
-def _say(record: Record, membership: Membership) -> None:
+def _log(record: Record, total: int | None) -> None:
     """Log one line per job."""
-    total = membership.total
     name = f"job {record.number}"
     if total is not None:
         name += f" ({record.number + 1} of {total})"

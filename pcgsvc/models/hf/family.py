@@ -16,9 +16,9 @@ from pcgsvc.config import Config
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.hf import attention, probe, reference, weights
 from pcgsvc.models.hf.positions import first_position
-from pcgsvc.models.hf.source import Source, open_source
+from pcgsvc.models.hf.source import open_source
 from pcgsvc.models.hf.tokenizer import has_tokenizer, load_tokenizer
-from pcgsvc.ops.attention import AttentionSpec
+from pcgsvc.models.language import language_bundle
 from pcgsvc.ops.backends import find_backend
 
 logger = logging.getLogger(__name__)
@@ -60,28 +60,6 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
         kind = find_backend(config.attention.name)
         error = reference.check(source, expected, module, spec, kind, dtype=dtype)
         logger.info("logits equal transformers' own within %.2g", error)
-    return _bundle(source, module, spec, vocab, device)
-
-
-def _bundle(
-    source: Source,
-    module: attention.HfCausalLM,
-    spec: AttentionSpec,
-    vocab_size: int,
-    device: torch.device,
-) -> ModelBundle:
-    def make_inputs(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Random tokens at the positions 0, 1, …, again from 0 past the last one."""
-        ids = torch.randint(vocab_size, (rows,), generator=generator, device=generator.device)
-        positions = torch.arange(rows, device=device) % spec.max_position
-        return {"input_ids": ids.to(device), "positions": positions}
-
-    return ModelBundle(
-        module=module,
-        make_inputs=make_inputs,
-        dynamic_dims={"input_ids": 0, "positions": 0},
-        attention=spec,
-        tokenizer=load_tokenizer(source),
-        is_language_model=True,
-        facts=source.facts(),
+    return language_bundle(
+        module, spec, vocab, tokenizer=load_tokenizer(source), facts=source.facts()
     )

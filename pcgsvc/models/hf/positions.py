@@ -1,9 +1,9 @@
-"""Which position transformers gives the first token of a sequence, where nobody says.
+"""Which position transformers gives the first token of a sequence, if the caller gives none.
 
 In: a transformers model, on any device. Out: an int. Runs no forward of it.
 
 RoBERTa and its relatives count from `padding_idx + 1`: an embedding of theirs makes positions from
-the tokens, and is asked for some here.
+the tokens, and is called here for one token.
 """
 
 from __future__ import annotations

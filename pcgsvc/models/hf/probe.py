@@ -44,7 +44,7 @@ _HARMLESS = {
     "past_key_values": "there is none: use_cache=False",
     "position_embeddings": "applied to query and key before",
     "position_ids": "positions are inputs",
-    "return_dict": "says nothing of attention",
+    "return_dict": "does not concern attention",
     "training": "off",
     "use_cache": "off",
 }
@@ -174,14 +174,14 @@ def _summary(notes: Notes) -> AttentionSpec:
 
 
 def _register() -> None:
-    """Have transformers know the probe; it stays known, and is used by no model of a user's."""
+    """Register the probe with transformers, where it stays; no user's model is given its name."""
     transformers = require("transformers", "hf")
     transformers.AttentionInterface.register(IMPLEMENTATION, _note_call)
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, _note_mask)
 
 
 def _note_mask(*args: Any, mask_function: Callable[..., Any], **settings: Any) -> torch.Tensor:
-    """Transformers' mask interface: give out a token for the mask, and remember its window."""
+    """Transformers' mask interface: return a token for the mask, and note its window."""
     notes = _NOTES.get()
     token = torch.empty(1, 1, _TOKENS, _TOKENS, dtype=torch.bool)
     try:

@@ -16,6 +16,8 @@ from typing import Any
 from pcgsvc.config import ModelConfig
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.models.extras import require
+from pcgsvc.models.files import read_json
+from pcgsvc.models.targets import words_of
 
 _SHIPPED = Path(__file__).with_name("configs")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -143,7 +145,7 @@ def _of_path(given: str) -> Source:
         if gguf:
             found = _gguf_config(path, path.stat().st_mtime_ns)
         else:
-            _read_json("model.path", path / "config.json")
+            _read_config("model.path", path / "config.json")
             transformers = require("transformers", "hf")
             found = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except ConfigError:
@@ -151,7 +153,7 @@ def _of_path(given: str) -> Source:
     except Exception as error:  # what readers of a damaged file raise has no common base
         advice = "; it is damaged or no GGUF file, fetch it again." if gguf else ""
         raise ConfigError(
-            f"model.path: '{given}' cannot be read: {_first(error)}{advice}"
+            f"model.path: '{given}' cannot be read: {words_of(error)}{advice}"
         ) from error
     return Source("model.path", given, found, path)
 
@@ -175,7 +177,7 @@ def _of_config(given: str) -> Source:
                 f"model.config: got {given!r}{near(given, names)} Choices: {', '.join(names)}, or "
                 "the path of a config.json."
             )
-    values = _read_json("model.config", path)
+    values = _read_config("model.config", path)
     kind = values.pop("model_type", None)
     transformers = require("transformers", "hf")
     if not isinstance(kind, str):
@@ -189,29 +191,19 @@ def _of_config(given: str) -> Source:
         found = transformers.AutoConfig.for_model(kind, **values)
     except Exception as error:
         raise ConfigError(
-            f"model.config: '{given}' is no config of {kind!r}: {_first(error)}"
+            f"model.config: '{given}' is no config of {kind!r}: {words_of(error)}"
         ) from error
     return Source("model.config", given, found)
 
 
-def _read_json(setting: str, path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}: '{path}' cannot be read: {_first(error)}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{setting}: '{path}' is no JSON object.")
+def _read_config(setting: str, path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = read_json(path, setting=setting)
     if "auto_map" in values:
         raise ConfigError(
             f"{setting}: '{path}' asks for code of its own (auto_map), which is not run. Use "
             "pcgsvc.build_runner with a module that you have imported yourself."
         )
     return values
-
-
-def _first(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
 def _refuse_by_config(source: Source) -> None:

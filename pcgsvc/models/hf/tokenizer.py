@@ -1,11 +1,10 @@
-"""The tokenizer that lies beside a checkpoint, behind pcgsvc's protocol.
+"""The tokenizer beside a checkpoint, behind pcgsvc's protocol.
 
 In: a `Source`. Out: a `base.Tokenizer`, or None. Knows nothing of models.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.bundle import Tokenizer
 from pcgsvc.models.extras import require
+from pcgsvc.models.files import read_json
 from pcgsvc.models.gguf_file import GgufFile
 from pcgsvc.models.hf.source import Source
 from pcgsvc.models.tokenizer import GgufTokenizer, unsupported
@@ -23,7 +23,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 def has_tokenizer(source: Source) -> bool:
-    """Whether a tokenizer lies beside the weights; nothing is read but a directory."""
+    """Whether there is a tokenizer beside the weights; only the directory is read."""
     folder = source.folder
     return source.gguf is not None or (
         folder is not None and any((folder / name).is_file() for name in _FILES)
@@ -94,8 +94,5 @@ def _ends(source: Source) -> list[Any]:
     found: list[Any] = [getattr(source.config, "eos_token_id", None)]
     file = (source.folder or Path()) / "generation_config.json"
     if source.gguf is None and file.is_file():
-        try:
-            found.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{source.setting}: '{file}' cannot be read: {error}") from error
+        found.append(read_json(file, setting=source.setting).get("eos_token_id"))
     return [end for ends in found for end in (ends if isinstance(ends, list) else [ends])]

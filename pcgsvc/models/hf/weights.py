@@ -22,6 +22,7 @@ from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.extras import require
 from pcgsvc.models.hf.source import Source, looks_at_length
+from pcgsvc.models.weights import generator_for
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +89,11 @@ def build(
 def _randomize(model: nn.Module, seed: int) -> None:
     """Draw random weights in place: equal for equal seed, device type, dtype and config.
 
-    As `llama.initialize`: matrices get the standard deviation 1 / sqrt(columns), so that every
+    As `weights.initialize`: matrices get the standard deviation 1 / sqrt(columns), so that every
     layer matters. Vectors are spread around what transformers sets them to, so that no two
     parameters are alike and a mixed-up one shows.
     """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = generator_for(model, seed)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
@@ -130,7 +130,7 @@ def _load(
             raise ConfigError(
                 f"{source.setting}: '{source.label}' does not fit its config: {name} "
                 f"{', '.join(wrong[:4])}{' …' if len(wrong) > 4 else ''}; those parameters would "
-                "be random. Fetch the checkpoint again, or mend its config.json."
+                "be random. Fetch the checkpoint again, or correct its config.json."
             )
     surplus = sorted(map(str, about.get("unexpected_keys") or ()))
     if surplus:

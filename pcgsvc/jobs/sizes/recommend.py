@@ -11,19 +11,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pcgsvc.config import Config, listed
+from pcgsvc.config import Config
 from pcgsvc.report.plots import has_matplotlib
 from pcgsvc.report.report import write_report
 from pcgsvc.report.sizes_plot import draw_sizes
 from pcgsvc.report.sizes_table import show_sizes
 from pcgsvc.report.tables import show_place
 from pcgsvc.sizing.auto import plan_for, with_sizes
-from pcgsvc.sizing.choice import SizePlan
 
 logger = logging.getLogger(__name__)
 
 
-def sizes_job(config: Config, report_path: Path, out: Console) -> SizePlan:
+def sizes_job(config: Config, report_path: Path, out: Console) -> None:
     """Choose capture sizes for `config.traffic`; those that are set are judged beside them.
 
     Args:
@@ -34,26 +33,20 @@ def sizes_job(config: Config, report_path: Path, out: Console) -> SizePlan:
     Raises:
         ConfigError: a file cannot be used.
     """
-    config, _ = with_sizes(config)
-    named = listed(config.capture)
-    plan = plan_for(config, {"capture.sizes": named} if named else {})
+    named = with_sizes(config)[0].capture.sizes
+    plan = plan_for(config, {"capture.sizes": named} if isinstance(named, list) else {})
     path = report_path if config.report is not None else report_path.with_name("sizes.json")
     picture = path.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    warnings = _draw(plan, picture)
+    warnings = []
+    if has_matplotlib():
+        draw_sizes(plan, picture)
+    else:
+        words = f"{picture.name} is not drawn: matplotlib is not installed (pip install matplotlib)"
+        logger.warning("%s", words)
+        warnings.append(words)
     write_report({**plan.as_json(), "warnings": warnings}, path)
     show_sizes(out, plan)
     show_place(out, path.absolute())
     if not warnings:
         show_place(out, picture.absolute(), "picture")
-    return plan
-
-
-def _draw(plan: SizePlan, picture: Path) -> list[str]:
-    """Draw the picture, or return what to warn of."""
-    if has_matplotlib():
-        draw_sizes(plan, picture)
-        return []
-    words = f"{picture.name} is not drawn: matplotlib is not installed (pip install matplotlib)"
-    logger.warning("%s", words)
-    return [words]

@@ -1,0 +1,105 @@
+"""Weights of our own models: drawn from a seed, or copied from a checkpoint.
+
+In: a module whose weights are unset. Out: the same module, filled in place. Knows no family and no
+file format.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pcgsvc.config import ModelConfig
+from pcgsvc.errors import ConfigError
+from pcgsvc.models.dims import explicit_dims
+
+logger = logging.getLogger(__name__)
+
+# ---- random --------------------------------------------------------------------------------------
+
+
+def initialize(module: nn.Module, seed: int) -> None:
+    """Draw random weights in place: equal for equal seed, device type, dtype and dimensions."""
+    generator = generator_for(module, seed)
+    for name, parameter in module.named_parameters():
+        draw(name, parameter, generator)
+
+
+def generator_for(module: nn.Module, seed: int) -> torch.Generator:
+    """Return a generator on the module's device; torch's global one is left alone."""
+    return torch.Generator(next(module.parameters()).device).manual_seed(seed)
+
+
+def draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Draw one parameter in place.
+
+    Matrices get the standard deviation 1 / sqrt(columns), which keeps activations and logits near
+    unit variance, so that every layer matters. Vectors are spread around 1, biases around 0, so
+    that no two parameters are alike and a mixed-up one shows.
+    """
+    vector = parameter.ndim == 1
+    mean = 1.0 if vector and not name.endswith("bias") else 0.0
+    std = 0.1 if vector else parameter.shape[-1] ** -0.5
+    parameter.data.normal_(mean, std, generator=generator)
+
+
+# ---- from a checkpoint ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """An opened checkpoint: complete, of the shapes that its dimensions ask for."""
+
+    path: Path
+    """Where it is, for messages."""
+    dims: Any
+    """Its dimensions, by the names of `model.*`."""
+    parts: Mapping[str, Sequence[str]]
+    """For each of our parameters, the tensors that are stacked in it, row-wise."""
+    read: Callable[[str], torch.Tensor]
+    """Returns one of those tensors on the CPU, in the file's dtype or dequantised to fp32."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each of our parameters by name, on the CPU."""
+        for name, parts in self.parts.items():
+            tensors = [self.read(part) for part in parts]
+            yield name, tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def check_explicit(model: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError if the config sets a dimension that the checkpoint contradicts."""
+    for name, value in explicit_dims(model, type(checkpoint.dims)).items():
+        there = getattr(checkpoint.dims, name)
+        # GGUF stores floats in fp32, which 1e-5 and most bases do not fit exactly.
+        same = math.isclose(value, there, rel_tol=1e-6) if type(value) is float else value == there
+        if not same:
+            raise ConfigError(
+                f"model.{name}: got {value}, but '{checkpoint.path}' has {there}; "
+                f"leave model.{name} out."
+            )
+    if model.preset != ModelConfig().preset:
+        raise ConfigError(
+            f"model.preset: got {model.preset!r}, but the dimensions come from "
+            f"'{checkpoint.path}'; leave model.preset out."
+        )
+
+
+def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy the checkpoint's tensors into the module, in its dtype and on its device."""
+    start = time.perf_counter()
+    parameters = dict(module.named_parameters())
+    total = 0
+    for name, tensor in checkpoint.tensors():
+        parameters.pop(name).data.copy_(tensor)
+        total += tensor.numel()
+    assert not parameters, f"parameters that no checkpoint tensor fills: {list(parameters)}"
+    seconds = time.perf_counter() - start
+    logger.info("weights: %.1f M values from %s, %.1f s", total / 1e6, checkpoint.path, seconds)

@@ -1,0 +1,222 @@
+"""Forms of Python values and digests of code that are the same in every process.
+
+In: constants, functions, classes. Out: JSON types, to be stored and compared at a warm start.
+Knows nothing of guards, keys or stores.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import json
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.forward.objects import CODE, attributes_of, cells_of, is_versioned
+
+
+class NotCanonicalError(Exception):
+    """A value has no form that is the same in every process."""
+
+
+def identity(value: Any) -> Any:
+    """Return the form of an object that Dynamo compares by identity."""
+    if isinstance(value, types.ModuleType):
+        return ["module", value.__name__]
+    if torch_private.is_torch_op(value):
+        return ["op", str(value)]
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return ["function", name_of(value), code_digest(value)]
+    if isinstance(value, enum.Enum):
+        return canonical(value)
+    if isinstance(value, type):
+        digests = [] if is_versioned_class(value) else [code_digest(value)]
+        return ["class", name_of(value), *digests]
+    if callable(value) and hasattr(value, "__qualname__"):
+        return ["named", name_of(value)]
+    if isinstance(value, torch.nn.Module):
+        return ["instance", name_of(type(value))]
+    if type(value).__module__.split(".")[0] == "torch" and not isinstance(value, torch.Tensor):
+        text = str(value)
+        if " at 0x" in text:
+            raise NotCanonicalError(f"a {name_of(type(value))} has no form that can be written")
+        return ["torch", text]
+    return canonical(value)
+
+
+def canonical(value: Any) -> Any:
+    """Return a constant in JSON types, the same in every process.
+
+    Raises:
+        NotCanonicalError: it has no such form.
+    """
+    if isinstance(value, enum.Enum):
+        return ["enum", name_of(type(value)), value.name, or_type(value.value)]
+    if value is None or type(value) in (int, str):
+        return value
+    if isinstance(value, bool):  # 1 == True for Python's comparisons, but not for torch
+        return ["bool", value]
+    if isinstance(value, (float, complex)):
+        return [type(value).__name__, repr(value)]
+    if isinstance(value, bytes):
+        return ["bytes", value.hex()]
+    if isinstance(value, (int, str)):
+        base = int if isinstance(value, int) else str
+        return [name_of(type(value)), base(value)]
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return ["torch", str(value)]
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return [type(value).__name__, canonical(value.item())]
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, [canonical(v) for v in value]]
+    if isinstance(value, (set, frozenset)):
+        return [type(value).__name__, sorted((canonical(v) for v in value), key=json.dumps)]
+    if isinstance(value, Mapping):
+        return ["dict", [[canonical(k), canonical(v)] for k, v in value.items()]]
+    if isinstance(value, (slice, range)):
+        return [type(value).__name__, [canonical(v) for v in (value.start, value.stop, value.step)]]
+    if isinstance(value, types.CodeType):
+        return ["code", value.co_name, _digest(_code_words(value))]
+    if isinstance(value, functools.partial):
+        held = [canonical(value.args), canonical(value.keywords)]
+        return ["partial", identity(value.func), *held]
+    if isinstance(value, (types.FunctionType, types.MethodType, *CODE)):
+        return identity(value)
+    raise NotCanonicalError(f"a {name_of(type(value))} has no form that can be written down")
+
+
+def name_of(thing: Any) -> str:
+    """Return the qualified name of a class or function; of another object, its class's."""
+    if not hasattr(thing, "__qualname__"):
+        thing = type(thing)  # never a repr: it may hold an address
+    return f"{getattr(thing, '__module__', '?')}.{thing.__qualname__}"
+
+
+def or_type(value: Any) -> Any:
+    """Return a value's form, or its class's name where it has none."""
+    try:
+        return canonical(value)
+    except (NotCanonicalError, RecursionError):
+        return ["?", name_of(type(value))]
+
+
+# ---- code ----------------------------------------------------------------------------------------
+
+
+def code_digest(thing: Any) -> str:
+    """Return a digest of what a Python callable or class does.
+
+    Of functions: code, defaults, what they wrap, and the functions in their closures; other values
+    in closures are left to Dynamo's guards. Of classes: the code of their methods and the names of
+    their attributes (Dynamo enters methods without a guard on them), bases included; of torch's
+    and Python's own, only methods that have been replaced.
+    """
+    return _digest(_words(thing, set()))
+
+
+def is_versioned_class(cls: type) -> bool:
+    """Whether versions say all of a class: its bases are versioned, and no method was replaced."""
+    return all(is_versioned(base.__module__) and not replaced(base) for base in cls.__mro__)
+
+
+def replaced(cls: type) -> dict[str, Any]:
+    """Return what a class of torch's or Python's runs when called, if others have replaced it.
+
+    Not other methods: libraries add some to `nn.Module` while they run (transformers does), which
+    no forward of torch's calls.
+    """
+    found = {}
+    for name in ("__call__", "forward"):
+        for function in _functions_in(vars(cls).get(name)):
+            # Not by `__module__`, which functools.wraps copies.
+            home = getattr(function, "__globals__", {}).get("__name__")
+            if home is not None and not is_versioned(home):
+                found[name] = function
+    return found
+
+
+def made_of(thing: Any) -> Iterator[Any]:
+    """Yield what a callable runs besides its own code: what it binds, its class, what it wraps."""
+    if isinstance(thing, types.MethodType):
+        yield from (thing.__func__, type(thing.__self__))
+    elif isinstance(thing, functools.partial):
+        yield thing.func
+    elif not isinstance(thing, (types.FunctionType, *CODE)):
+        yield type(thing)
+    if hasattr(thing, "__wrapped__"):  # functools.lru_cache has no closure
+        yield thing.__wrapped__
+
+
+def hook_form(function: Any) -> list[Any]:
+    """Return what a function does and the values in its closure, as far as they have a form."""
+    cells = [or_type(place.value) for place in cells_of(function)]
+    return [name_of(function), code_digest(function), cells]
+
+
+def _digest(words: Iterator[str]) -> str:
+    text = "\n".join(words)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def _words(thing: Any, seen: set[int]) -> Iterator[str]:
+    """Yield what decides a callable or class, each object once."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    yield name_of(thing)
+    inner = list(made_of(thing))
+    if isinstance(thing, types.FunctionType):
+        yield from _code_words(thing.__code__)
+        yield json.dumps([or_type(thing.__defaults__), or_type(thing.__kwdefaults__)])
+        inner += [place.value for place in cells_of(thing) if isinstance(place.value, _CALLABLES)]
+    elif isinstance(thing, functools.partial):
+        yield json.dumps([or_type(thing.args), or_type(thing.keywords)])
+    elif isinstance(thing, type):
+        yield from _class_words(thing, seen)
+    for part in inner:
+        yield from _words(part, seen)
+
+
+def _class_words(cls: type, seen: set[int]) -> Iterator[str]:
+    for base in cls.__mro__:
+        yield name_of(base)
+        members = replaced(base) if is_versioned(base.__module__) else dict(vars(base))
+        for name, member in sorted(members.items()):
+            if name in _NO_CODE or (name.startswith("__") and not callable(member)):
+                continue
+            yield name
+            for function in _functions_in(member):
+                yield type(member).__name__
+                yield from _words(function, seen)
+
+
+_NO_CODE = ("__dict__", "__weakref__", "__doc__", "__annotate__", "__annotate_func__", "__class__")
+_DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property)
+
+
+def _functions_in(member: Any) -> Iterator[Any]:
+    """Yield the functions behind a class attribute."""
+    if isinstance(member, (types.FunctionType, functools.partial)):
+        yield member
+    elif isinstance(member, _DESCRIPTORS) or (
+        callable(member) and hasattr(member, "__wrapped__") and not isinstance(member, type)
+    ):
+        yield from (place.value for place in attributes_of(member) if callable(place.value))
+
+
+def _code_words(code: types.CodeType) -> Iterator[str]:
+    yield code.co_code.hex()
+    yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_flags))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_words(constant)
+        else:
+            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)

@@ -1,0 +1,93 @@
+"""Sentences about a report that the terminal, and the page and the picture of a plan, share.
+
+In: parts of a report. Out: plain text, without markup.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_PRESETS = ("llama", "llama_moe", "encoder")
+"""Families that have presets."""
+_MOST_OPS = 8
+"""Ops of a piece that are named; the rest are counted."""
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """Return a number and its noun."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def memory(num_bytes: int) -> str:
+    """Return bytes in the unit that people read."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def model(config: dict[str, Any]) -> str:
+    """Return which model of which family `config.model` is."""
+    if config["name"] == "module":
+        which = str(config["target"])
+    elif named := config["weights"] or config.get("path") or config.get("config"):
+        which = Path(named).name
+    else:
+        which = str(config["preset"]) if config["name"] in _PRESETS else ""
+    return f"{config['name']} {which}".rstrip()
+
+
+def split(partition: dict[str, Any]) -> str:
+    """Return into how many pieces the model is split."""
+    regions = count(partition["num_regions"], "region")
+    boundaries = count(partition["num_boundaries"], "boundary", "boundaries")
+    unique, strategy = partition["num_unique_pieces"], partition["strategy"]
+    return f"{regions} ({unique} unique), {boundaries} by {strategy}"
+
+
+def graphs(planned: dict[str, Any]) -> str:
+    """Return how many graphs there would be and how they come about."""
+    if not planned["num_graphs"]:
+        return "none would be captured"
+    parts = [
+        f"{g['graphs']} {mode} ({g['per_entry']} x {g['entries']} sizes)"
+        for mode, g in planned["by_mode"].items()
+    ]
+    sizes = " ".join(map(str, planned["sizes"]))
+    return f"{planned['num_graphs']}: {' + '.join(parts)}; sizes {sizes}"
+
+
+def support(row: dict[str, str]) -> str:
+    """Return in which batches a splitting op may be captured, and what decided it."""
+    return f"{row['op']}: {row['support']}, {row['meaning']} (by {row['said_by']})"
+
+
+def modules(names: list[str]) -> str:
+    """Return names of submodules, those of a list's items folded into one."""
+    folded: dict[str, int] = {}
+    for name in names:
+        key = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        folded[key] = folded.get(key, 0) + 1
+    return ", ".join(f"{name} ({many})" if many > 1 else name for name, many in folded.items())
+
+
+def ops(kind: dict[str, Any]) -> str:
+    """Return the ops of one kind of piece, the most frequent ones first."""
+    first = kind["ops"][:_MOST_OPS]
+    named = [f"{op['op'].removeprefix('aten::')} {op['count']}" for op in first]
+    rest = kind["num_ops"] - sum(op["count"] for op in first)
+    label = f"{kind['count']}x {kind['kind']} {(kind['hash'] or '')[:8]}".rstrip()
+    return f"{label}: {', '.join(named)}{f', {rest} more' if rest else ''}"
+
+
+def content(kind: dict[str, Any]) -> list[str]:
+    """Return what a kind of piece holds: how many ops, or which splitting ops."""
+    if kind["kind"] == "region":
+        return [f"{kind['num_ops']} ops"]
+    return [op["op"] for op in kind["splitting"]]
+
+
+def notes(plan: dict[str, Any]) -> list[str]:
+    """Return the notes on a plan and on its memory."""
+    return [*plan["notes"], *plan["memory"]["notes"]]

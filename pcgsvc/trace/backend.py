@@ -1,0 +1,80 @@
+"""Dynamo's backend hook: the graph, its inputs and guards, without running anything.
+
+In: what Dynamo hands to a backend. Out: a `DynamoCapture`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.trace.graph import Guard
+from pcgsvc.trace.nodes import user_line
+
+_MODULE = re.compile(r"L\['module'\](\._modules\['[^']*'\])*(\._buffers|\._parameters)?")
+"""A module of the model; what is set on one is looked at afterwards, attribute by attribute."""
+_INPUT_VIEW = re.compile(r"L\['tensors'\]\[(\d+)\]\.(T|mT|H|mH|real|imag)")
+
+
+class DynamoCapture:
+    """What Dynamo handed to its backend and its guard filter."""
+
+    def __init__(self, examples: list[torch.Tensor]) -> None:
+        self.examples = examples
+        self.graph: torch.fx.GraphModule | None = None
+        """None: Dynamo calls no backend for a forward without any op."""
+        self.graph_inputs: list[Any] = []
+        self.shape_env: Any = None
+        self.guards: list[Guard] = []
+        self.refusal: str | None = None
+        """Why the hook ended the trace."""
+        self.sentinels: list[torch.Tensor] = []
+        """In place of the graph's results; Dynamo's bytecode puts them where those would go."""
+
+    def guard_sink(self, entries: Sequence[Any]) -> None:
+        """Keep Dynamo's guards; the last call has them all."""
+        self.guards = [
+            Guard(source=e.name, kind=e.guard_type, value=e.value if e.has_value else None)
+            for e in entries
+        ]
+
+    def backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Keep the graph, and hand back sentinels in place of results."""
+        self.graph, self.graph_inputs = graph, list(inputs)
+        self.shape_env = torch_private.tracing_shape_env()
+        (outputs,) = graph.graph.output_node().args
+        assert isinstance(outputs, (tuple, list))
+        self.refusal = _refusal(outputs)
+        if self.refusal is not None:  # raised here, before Dynamo's bytecode carries it out
+            raise RuntimeError(self.refusal)
+        sentinels = tuple(torch.empty(0) for _ in outputs)
+        self.sentinels = list(sentinels)
+        return lambda *args: sentinels  # Dynamo keeps it: it must not hold `self`
+
+
+def _refusal(outputs: Sequence[Any]) -> str | None:
+    """Return which side effect of the forward cannot be carried out at each replay, or None."""
+    outside = [s for s in torch_private.side_effects() if not _MODULE.fullmatch(s)]
+    for view in filter(None, map(_INPUT_VIEW.fullmatch, outside)):
+        # Dynamo leaves these to its bytecode (up to 2.13 `.T` too), as if they were changes.
+        return view_refusal(view.group(2), int(view.group(1)) + 1)
+    if not outside:
+        return None
+    lines = ", ".join(dict.fromkeys(user_line(n) for n in outputs))
+    return (
+        f"the forward changes {', '.join(outside)} (its results, and what it stores, are made at "
+        f"{lines}): a Python side effect, which would happen once, at tracing, and never again. "
+        "Return the value instead."
+    )
+
+
+def view_refusal(view: str, at: int) -> str:
+    """Return why a forward may not return a view of an input."""
+    return (
+        f"the forward returns .{view} of input {at} as it is, a view of the caller's tensor; a "
+        "runner copies inputs. Return a copy: .clone()."
+    )
