@@ -312,7 +312,7 @@ def _is_method(name: str) -> bool:
     return public and _is_word(name) and hasattr(torch.Tensor, name)
 
 
-_OPERATORS = {n for n in vars(operator) if n.startswith("__") and n in vars(torch._C.TensorBase)}
+_OPERATORS = {n for n in vars(operator) if n.startswith("__") and n in vars(torch.Tensor.__base__)}
 
 
 def function_of(document: Document, name: str) -> Callable[..., tuple[Any, ...]]:
