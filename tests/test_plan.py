@@ -25,7 +25,7 @@ from pcgsvc.config import Config, Job, resolve
 from pcgsvc.config.compose import compose
 from pcgsvc.config.devices import device_of, is_here
 from pcgsvc.errors import ConfigError
-from pcgsvc.events import Silent
+from pcgsvc.events import Phases, Silent
 from pcgsvc.forward.arguments import input_specs, resampler
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.forward.request import Planned, Request, arguments_of
@@ -310,9 +310,9 @@ def bench_pool_mib(*overrides: str) -> float:
     )
     request.planned = Planned(target=torch.device("cuda:0"), fake=fake, notes=[], warnings=[])
     breakable = "partition.strategy=breakable" in overrides
-    make = planner._learned if breakable else planner._traced
+    make = planner._probed if breakable else planner._traced
     with torch.no_grad(), fake:
-        return memory_of(make(request, request.planned, Silent()))["graph pool"] / MIB
+        return memory_of(make(request, request.planned, Phases()))["graph pool"] / MIB
 
 
 MEASURED = json.loads(

@@ -27,7 +27,7 @@ def test_a_closed_runner_says_so_and_closing_twice_is_fine() -> None:
         assert same is runner
     runner.close()
     runner.close()
-    for use in (lambda: runner(rows(3)), lambda: runner.plan(3), lambda: runner.parts):
+    for use in (lambda: runner(rows(3)), lambda: runner.plan(3), runner.ensure_open):
         with pytest.raises(PcgError, match="closed"):
             use()
     assert runner.stats()["hits"] == {}
