@@ -132,7 +132,7 @@ def test_a_call_inside_somebody_s_capture_is_refused_by_name(
     (x, wanted), *_ = cases(module)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(PcgError, match="captured into another CUDA graph"), torch.cuda.graph(graph):
-        runner(x)
+        runner(x * 2)
     torch.cuda.synchronize()
     torch.testing.assert_close(runner(x), wanted)
 
