@@ -23,7 +23,7 @@ from pcgsvc.forward.objects import places_of
 # Not of buffers: a forward may assign those, and Dynamo would trace the hook into another's graph.
 _HOOKS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
 _TURN = 8
-"""Tensors, or places that hold some, that are compared at each call: both in turn."""
+"""Tensors, or places that hold some, that are compared at each call."""
 
 
 class LoadedState(NamedTuple):
@@ -69,9 +69,8 @@ class Weights:
         located = [where for _, where in self._located]
         count = max(len(located), len(compared), 1)
         self._turns = itertools.cycle(
-            [part, (always, [])]
+            [(compared[at : at + _TURN], located[at : at + _TURN]), (always, [])]
             for at in range(0, count, _TURN)
-            for part in ((compared[at : at + _TURN], []), ([], located[at : at + _TURN]))
         )
         self._whole = [(compared, located)]
         self._suspect = True
