@@ -31,7 +31,7 @@ from pcgsvc.ops.context import reset_context, set_context, use_context
 from pcgsvc.ops.modes import Resolution
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Direct
-from pcgsvc.serve.dispatch import Dispatch, DispatchTable
+from pcgsvc.serve.dispatch import Dispatch, DispatchTable, unlike_traced
 from pcgsvc.serve.embed import embed
 from pcgsvc.serve.generate import generate
 from pcgsvc.serve.weights import LoadedState, Weights
@@ -94,6 +94,7 @@ class Runner:
         clone = config.outputs is Outputs.CLONE
         self._cloned = range(len(model.outputs.specs)) if clone else _input_views(table, memory)
         """The graph results that a call clones."""
+        self._depends_on = model.depends_on
         self._poison = config.debug.poison
         self._query_len = config.capture.uniform_query_len
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -103,7 +104,7 @@ class Runner:
     # -- calls --
 
     def __call__(self, *args: Any, batch: Batch | CheckedBatch | None = None, **kwargs: Any) -> Any:
-        """Run one step.
+        """Run one step, under `torch.no_grad` as the forward was traced.
 
         Args:
             *args: the forward's tensor inputs in its order, N rows each in their row dimensions;
@@ -141,11 +142,15 @@ class Runner:
         checked = self._check(batch, num_tokens)
         uniform = self.dispatch.is_uniform(checked.query_lens)
         key = self.dispatch.find(num_tokens, len(checked.query_lens), uniform)
+        unlike = None
+        if self._depends_on:
+            unlike = unlike_traced(self._depends_on, self.memory.inputs, inputs)
+            key = key if unlike is None else None
         if key is None:
-            self._count_uncovered(checked, uniform)
+            self._count_uncovered(checked, uniform, unlike)
         self._weights.check()
         self._calls[num_tokens, uniform] += 1
-        if key is None and not self.dispatch.is_valid(num_tokens):
+        if key is None and (unlike is not None or not self.dispatch.is_valid(num_tokens)):
             return self._run_itself(inputs, checked)
         if self.memory.stream is None and not torch.is_autocast_enabled("cpu"):
             results = self._execute(key, inputs, checked)
@@ -392,14 +397,15 @@ class Runner:
     ) -> list[torch.Tensor]:
         """Run the program without graphs."""
         memory, rows = self.memory, batch.num_tokens
-        inputs = {k: v.to(self.memory.device).contiguous() for k, v in inputs.items()}
+        device = memory.device
+        inputs = {s.name: s.laid_out(inputs[s.name].to(device)) for s in memory.inputs}
         self._rows += rows
         with use_context(self.memory.unpadded_context(batch)):
             program = self.model.program.for_size(rows)
             return program.run(memory.values(inputs, rows), Direct())
 
     def _run_itself(self, inputs: dict[str, torch.Tensor], batch: CheckedBatch) -> Any:
-        """Return what the module itself gives, for a row count that the program is not valid for.
+        """Return what the module itself gives, for a call that the program is not valid for.
 
         Nothing of the trace may be put around it: its result may have another structure.
         """
@@ -413,9 +419,9 @@ class Runner:
                     tensor.record_stream(caller)
         return result
 
-    def _count_uncovered(self, batch: CheckedBatch, uniform: bool) -> None:
+    def _count_uncovered(self, batch: CheckedBatch, uniform: bool, unlike: str | None) -> None:
         rows, reqs = batch.num_tokens, len(batch.query_lens)
-        reason = self.dispatch.why_none(rows, reqs, uniform)
+        reason = unlike or self.dispatch.why_none(rows, reqs, uniform)
         config = self.request.config
         strict = config.on_uncovered is OnUncovered.ERROR or config.strict
         if self.dispatch.wants(uniform) and strict:
