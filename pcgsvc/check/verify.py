@@ -170,11 +170,14 @@ class _Check:
         calls pad with, comparisons hide NaN, and nan-aware functions hide all but large values.
         """
         fewest, other = self._true_rows(key[1], None), self._true_rows(key[1], rng)
-        if fewest == key[1].num_tokens:
-            return self._row(key, [self.trial(key, fewest, [Padding.ZEROS])])
-        trials = [self.trial(key, fewest, [Padding.ZEROS, Padding.NAN])]
-        trials.append(self.trial(key, other, [Padding.LARGE], compare_padded=False))
-        return self._row(key, trials)
+        junk = [Padding.NAN_AND_LARGE]
+        if key[1].num_tokens - other == 1:  # one row is one of them
+            junk = [Padding.NAN, Padding.LARGE]
+        if fewest == other:
+            kinds = [Padding.ZEROS, *junk] if fewest < key[1].num_tokens else [Padding.ZEROS]
+            return self._row(key, [self.trial(key, fewest, kinds)])
+        first = self.trial(key, fewest, [Padding.ZEROS])
+        return self._row(key, [first, self.trial(key, other, junk, compare_padded=False)])
 
     def trial(
         self, key: EntryKey, true: int, kinds: Sequence[Padding], *, compare_padded: bool = True

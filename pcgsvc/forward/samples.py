@@ -86,6 +86,8 @@ class Padding(enum.Enum):
     """And other valid values of integers."""
     LARGE = "large values"
     """Of either sign, and other valid values of integers."""
+    NAN_AND_LARGE = "NaN and large values"
+    """Row by row; for two rows or more."""
 
 
 def padded(
@@ -108,11 +110,16 @@ def _fill(tensor: torch.Tensor, dim: int, first_row: int, kind: Padding) -> None
     elif not tensor.is_floating_point():
         order = torch.arange(rows - 1, first_row - 1, -1, device=tensor.device) % rows
         tail.copy_(tensor.index_select(dim, order).clone())
-    elif kind is Padding.NAN:
-        tail.fill_(float("nan"))
     else:
-        large = min(_LARGE, torch.finfo(tensor.dtype).max)
-        tail.fill_(large).movedim(dim, 0)[1::2].fill_(-large)
+        large, nan = min(_LARGE, torch.finfo(tensor.dtype).max), float("nan")
+        first, second, fourth = {
+            Padding.NAN: (nan, nan, nan),
+            Padding.LARGE: (large, -large, -large),
+            Padding.NAN_AND_LARGE: (nan, large, -large),
+        }[kind]
+        by_row = tail.fill_(first).movedim(dim, 0)
+        by_row[1::4].fill_(second)
+        by_row[3::4].fill_(fourth)
 
 
 _LARGE = 1e4
