@@ -191,7 +191,7 @@ class _Check:
         inputs = self.samples.inputs(size)
         replays = [self.replay(key, padded(specs, inputs, true, kind), batch) for kind in kinds]
         first = replays[0]
-        choices, near, error = first.choices, _near_ties(first.results), 0.0
+        choices, near, error = first.choices, _base_tolerance(first.results), 0.0
         if compare_padded:
             with preserved(self.state), following(choices, near):
                 same = self.plain(padded(specs, inputs, true, kinds[0]), batch, size, key)
@@ -271,7 +271,7 @@ class _Check:
             got = [tensor.clone() for tensor in results]
 
         def run_plain() -> list[torch.Tensor]:
-            with preserved(self.state), following(choices, _near_ties(got)):
+            with preserved(self.state), following(choices, _base_tolerance(got)):
                 return self.plain(inputs, batch, 1)
 
         wanted = run_plain()
@@ -347,8 +347,8 @@ def _spoilt(
     ]
 
 
-def _near_ties(results: Sequence[torch.Tensor]) -> float:
-    """Return how far apart a router may hold two experts that count as equal."""
+def _base_tolerance(results: Sequence[torch.Tensor]) -> float:
+    """Return `TOLERANCE` of results; up to it, a router may hold two experts for equal."""
     dtype = next((t.dtype for t in results if t.is_floating_point()), torch.float32)
     return TOLERANCE.get(dtype, 0.0)
 
@@ -403,8 +403,7 @@ def differ(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
     """Whether results are not those of the same computation."""
     if [t.shape for t in got] != [t.shape for t in wanted]:
         return True
-    dtype = next((t.dtype for t in wanted if t.is_floating_point()), torch.float32)
-    return error_of(got, wanted) > TOLERANCE.get(dtype, 0.0)
+    return error_of(got, wanted) > _base_tolerance(wanted)
 
 
 def _cause(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
