@@ -252,24 +252,29 @@ def test_a_users_folder_of_yaml_is_what_the_job_gets(cli: Cli, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("form", "isolate"),
-    [(["--config-dir", "DIR"], True), (["--config-dir=DIR"], False), (["-cd", "DIR"], False)],
+    ("form", "isolate", "seeds"),
+    [
+        (["--config-dir", "DIR"], True, [2]),
+        (["--config-dir=DIR"], False, [1, 2]),
+        (["-cd", "DIR"], False, [1, 2]),
+    ],
 )
 def test_a_users_config_yaml_is_the_primary_config_of_a_sweep(
-    cli: Cli, tmp_path: Path, form: list[str], isolate: bool
+    cli: Cli, tmp_path: Path, form: list[str], isolate: bool, seeds: list[int]
 ) -> None:
     (tmp_path / "config.yaml").write_text(
         "defaults: [pcgsvc_schema, {model: llama}, {attention: paged}, {compiler: eager}, _self_]\n"
         "model: {num_layers: 1}\njob: plan\ndevice: cpu\ncapture: {graphs: off}\n"
     )
     words = [word.replace("DIR", str(tmp_path)) for word in form]
-    done = cli(*words, "-m", "seed=1,2", f"sweep.isolate={str(isolate).lower()}")
+    sweep = f"seed={','.join(map(str, seeds))}"
+    done = cli(*words, "-m", sweep, f"sweep.isolate={str(isolate).lower()}")
     assert done.code == 0, done.out + done.err
-    assert [r["config"]["seed"] for r in done.reports] == [1, 2]
+    assert [r["config"]["seed"] for r in done.reports] == seeds
     assert {r["partition"]["num_boundaries"] for r in done.reports} == {1}
     bad = cli(*words, "-m", "seed=1,x")
     assert bad.code == 2
-    assert len(bad.reports) == 2  # those of before
+    assert len(bad.reports) == len(seeds)  # those of before
 
 
 # ---- jobs that fail ------------------------------------------------------------------------------

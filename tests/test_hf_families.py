@@ -188,6 +188,7 @@ def test_breakable_runs_what_fx_runs(family: str, programs: Path) -> None:
     assert float((got - want).abs().max()) < TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_inductor_compiles_a_family(programs: Path, tmp_path: Path) -> None:
     values = {**shipped_config("tiny-gemma2"), "num_hidden_layers": 1, "layer_types": None}
     config = config_of(str(write_config(tmp_path, values)), programs, [4], "piecewise")

@@ -62,11 +62,13 @@ def test_a_build_needs_at_least_one_thread() -> None:
 # ---- processes -----------------------------------------------------------------------------------
 
 _BUILD = """
-import os, sys
+import os, sys, time
 from pathlib import Path
+began = time.perf_counter()
 from core_helpers import build, rows, toy
 from pcgsvc.compilers.folder import CompilerFolder
 from torch._inductor import async_compile
+imported = time.perf_counter() - began
 
 def children():
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -81,23 +83,25 @@ with folder.in_use(threads=2):
     folder.ready_inductor()
     async_compile.AsyncCompile.process_pool().submit(abs, -1).result()
     print("with two workers:", len(children()) > 0)
-print("after the block:", children(), flush=True)
+print("after the block:", children())
+print(imported, flush=True)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed in /proc")
 def test_no_worker_outlives_a_build_and_the_process_ends_at_once() -> None:
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", _BUILD],
         cwd=Path(__file__).parent,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    lines = [process.stdout.readline().strip() for _ in range(3)]
-    ended = time.perf_counter()
-    assert process.wait(timeout=60) == 0
-    assert time.perf_counter() - ended < 2
-    process.stdout.close()
+    ) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(3)]
+        imported = float(process.stdout.readline())
+        ended = time.perf_counter()
+        assert process.wait(timeout=60) == 0
+        # Not in seconds: on a busy machine both take longer.
+        assert time.perf_counter() - ended < imported
     assert lines == ["after a build: []", "with two workers: True", "after the block: []"]

@@ -23,6 +23,12 @@ __all__ = ["cli"]  # the fixture
 TINY = ["device=cpu", "model.num_layers=1", "compiler=eager", "bench.enabled=false"]
 
 
+@pytest.fixture(autouse=True)
+def one_cache(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and calls are what is looked at: a program is traced once for the file."""
+    monkeypatch.setenv("PCGSVC_CACHE_DIR", str(programs))
+
+
 def histogram() -> dict[tuple[int, bool], int]:
     """Return a small bimodal traffic: decode around 6 requests, prefills around 40 tokens."""
     rng, found = random.Random(2), {}

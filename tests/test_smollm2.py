@@ -229,6 +229,7 @@ def texts() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # one of the families
 def test_ids_and_texts_equal_transformers(bundle: ModelBundle, their_tokenizer: Any) -> None:
     assert bundle.tokenizer is not None
     for text in texts():
@@ -239,6 +240,7 @@ def test_ids_and_texts_equal_transformers(bundle: ModelBundle, their_tokenizer: 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # one of the families
 def test_chat_equals_transformers(bundle: ModelBundle, their_tokenizer: Any) -> None:
     assert bundle.tokenizer is not None
     message = [{"role": "user", "content": "What is 2 + 2?\n"}]
@@ -296,6 +298,7 @@ def theirs(checkpoint_file: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # one of the families
 @torch.no_grad()
 def test_logits_equal_transformers(theirs: Any, bundle: ModelBundle) -> None:
     assert bundle.tokenizer is not None
@@ -368,13 +371,8 @@ GAP = 1e-2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model",
-    [
-        "model=smollm2 model.weights=",
-        pytest.param("model=hf model.path=", marks=pytest.mark.exhaustive),  # one of its families
-    ],
-)
+@pytest.mark.exhaustive  # one of the families
+@pytest.mark.parametrize("model", ["model=smollm2 model.weights=", "model=hf model.path="])
 @torch.no_grad()
 def test_greedy_tokens_of_three_prompts_in_one_batch_equal_transformers(
     model: str, checkpoint_file: Path, theirs: Any
@@ -402,6 +400,7 @@ def test_greedy_tokens_of_three_prompts_in_one_batch_equal_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # one of the families
 def test_the_command_line_answers_a_prompt(
     checkpoint_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+pytest_plugins = ["pytester"]
 
 HERE = Path(__file__).parent
 TESTS = """
@@ -26,23 +24,28 @@ def test_soak(): pass
 
 
 @pytest.mark.parametrize(
-    ("words", "summary"),
+    ("words", "passed", "deselected"),
     [
-        ([], "1 passed, 3 deselected"),
-        (["--exhaustive"], "2 passed, 2 deselected"),
-        (["--soak", "-n", "1"], "1 passed, 3 deselected"),
-        (["--exhaustive", "--soak"], "3 passed, 1 deselected"),
+        ([], 1, 3),
+        (["--exhaustive"], 2, 2),
+        (["--soak", "-n", "1"], 1, 3),
+        (["--exhaustive", "--soak"], 3, 1),
     ],
     ids=["default", "exhaustive", "soak, with workers", "two tiers"],
 )
 def test_a_tier_runs_its_own_tests_and_counts_the_others(
-    tmp_path: Path, words: list[str], summary: str
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    passed: int,
+    deselected: int,
 ) -> None:
-    shutil.copy(HERE / "conftest.py", tmp_path)
-    (tmp_path / "test_some.py").write_text(TESTS)
-    settings = ["-c", str(HERE.parent / "pyproject.toml"), "--rootdir", str(tmp_path)]
-    command = [sys.executable, "-m", "pytest", *settings, "-p", "no:cacheprovider", *words, "."]
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert summary in done.stdout
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID"):
+        monkeypatch.delenv(name, raising=False)
+    pytester.makeconftest((HERE / "conftest.py").read_text())
+    pytester.makepyfile(test_some=TESTS)
+    settings = ["-c", str(HERE.parent / "pyproject.toml"), f"--rootdir={pytester.path}"]
+    settings += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # slow to import
+    done = pytester.runpytest_inprocess(*settings, *words, ".")
+    assert done.ret == 0
+    done.assert_outcomes(passed=passed, deselected=deselected)

@@ -100,7 +100,12 @@ def in_process(
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, _ = process.communicate(timeout=250)
+    with process:  # closes its pipe, however this ends
+        try:
+            out, _ = process.communicate(timeout=250)
+        except BaseException:
+            process.kill()
+            raise
     assert process.returncode == 0, out
     return out
 
