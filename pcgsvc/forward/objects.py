@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +86,9 @@ def parts_of(value: Any, name: str = "") -> Iterator[Place]:
 
 def items_of(value: Any, name: str = "") -> Iterator[Place]:
     """Yield the items of a container; of anything else nothing."""
-    if isinstance(value, dict):
+    if isinstance(value, types.MappingProxyType):
+        yield from (Place(value.get, k, v, f"{name}[{k!r}]") for k, v in list(value.items()))
+    elif isinstance(value, dict):
         for key, item in list(dict.items(value)):
             yield Place(functools.partial(dict.get, value), key, item, f"{name}[{key!r}]")
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
@@ -150,24 +152,56 @@ def _holders(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Place]:
-    """Yield closure, defaults, and the globals that are named; of those no functions."""
+    """Yield closure, defaults, and what its names lead to: globals, and members of modules."""
     yield from cells_of(function)
-    for name in dict.fromkeys(_names(function.__code__)):
-        value = function.__globals__.get(name)
-        if not isinstance(value, types.FunctionType):
-            yield Place(function.__globals__.get, name, value, name)
+    home = function.__globals__.get("__name__", "__main__")
+    inside = "" if home == "__main__" else f"{home}."
+    names = list(dict.fromkeys(_names(function.__code__)))
+    for name in names:
+        if name in function.__globals__:
+            yield from _named(function.__globals__, name, f"{inside}{name}", names, set())
+        else:  # it may be imported inside the function
+            yield from _named(sys.modules, name, name, names, set())
     code, defaults = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    given = {**(function.__kwdefaults__ or {}), **dict(zip(names, defaults, strict=True))}
+    arguments = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    given = {**(function.__kwdefaults__ or {}), **dict(zip(arguments, defaults, strict=True))}
     yield from (Place(None, name, value, name) for name, value in given.items())
 
 
+def _named(
+    holder: Mapping[str, Any], key: str, name: str, names: Sequence[str], seen: set[int]
+) -> Iterator[Place]:
+    """Yield what `holder` has under `key`; of a module or class, its members called `names`."""
+    value = holder.get(key)
+    if isinstance(value, (types.FunctionType, *CODE)):
+        if id(value) in seen or _is_foreign(value):
+            return
+        seen.add(id(value))
+    if isinstance(value, (type, types.ModuleType)):
+        name = value.__name__ if isinstance(value, types.ModuleType) else name
+        members = vars(value)
+        for member in names:
+            if member in members:
+                yield from _named(members, member, f"{name}.{member}", names, seen)
+    else:
+        yield Place(holder.get, key, value, name)
+
+
+def _is_foreign(code: Any) -> bool:
+    """Whether a function, class or module is torch's, Python's or ours: it holds no user's data."""
+    is_module = isinstance(code, types.ModuleType)
+    home = getattr(code, "__name__" if is_module else "__module__", None) or "?"
+    return is_versioned(home) or home.partition(".")[0] in _NO_TENSORS
+
+
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that code looks up, in the functions inside it as well."""
+    """Yield the names that code looks up, as text too (`getattr`), in functions inside it too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
 
 
 def _item(values: Any, at: int) -> Any:
