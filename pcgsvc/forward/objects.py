@@ -31,6 +31,7 @@ CODE = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
 _NO_TENSORS = ("pcgsvc", "logging", "threading", "io", "_io", "inspect", "contextvars")
 """Packages whose objects hold no tensor of a model: only the search for tensors skips them, since
 a runner is reachable from its own forward, and a logger from every other."""
+_NOT_USERS = ("pcgsvc", "typing_extensions")
 _MAX_DEPTH = 50
 _MAX_OBJECTS = 200_000
 """How many objects the search for tensors enters; deeper or later ones are not found."""
@@ -75,7 +76,7 @@ class Place(NamedTuple):
 def parts_of(value: Any, name: str = "") -> Iterator[Place]:
     """Yield what one object holds by itself: not what its class does."""
     if isinstance(value, types.FunctionType):
-        yield from _of_function(value)
+        yield from reads_of(value, name)
     elif isinstance(value, types.MethodType):
         yield Place(None, None, value.__self__, name)
         yield Place(None, None, value.__func__, name)
@@ -151,11 +152,11 @@ def _holders(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "", attributes
 
 
-def _of_function(function: types.FunctionType) -> Iterator[Place]:
+def reads_of(function: types.FunctionType, path: str) -> Iterator[Place]:
     """Yield closure, defaults, and what its names lead to: globals, and members of modules."""
     yield from cells_of(function)
-    home = function.__globals__.get("__name__", "__main__")
-    inside = "" if home == "__main__" else f"{home}."
+    home = function.__globals__.get("__name__")
+    inside = f"{home}." if path.startswith(f"{home}.") else ""  # found in another module
     names = list(dict.fromkeys(_names(function.__code__)))
     for name in names:
         if name in function.__globals__:
@@ -174,7 +175,7 @@ def _named(
     """Yield what `holder` has under `key`; of a module or class, its members called `names`."""
     value = holder.get(key)
     if isinstance(value, (types.FunctionType, *CODE)):
-        if id(value) in seen or _is_foreign(value):
+        if id(value) in seen or is_not_users(value):
             return
         seen.add(id(value))
     if isinstance(value, (type, types.ModuleType)):
@@ -187,11 +188,18 @@ def _named(
         yield Place(holder.get, key, value, name)
 
 
-def _is_foreign(code: Any) -> bool:
-    """Whether a function, class or module is torch's, Python's or ours: it holds no user's data."""
-    is_module = isinstance(code, types.ModuleType)
-    home = getattr(code, "__name__" if is_module else "__module__", None) or "?"
-    return is_versioned(home) or home.partition(".")[0] in _NO_TENSORS
+def is_not_users(code: Any) -> bool:
+    """Whether a function, class or module is torch's, Python's or ours: a version says all of it.
+
+    Of a function, where its globals are counts: functools.wraps copies `__module__`.
+    """
+    if isinstance(code, types.FunctionType):
+        home = code.__globals__.get("__name__")
+    elif isinstance(code, (type, types.ModuleType)):
+        home = code.__name__ if isinstance(code, types.ModuleType) else code.__module__
+    else:
+        return isinstance(code, types.BuiltinFunctionType)
+    return is_versioned(home or "?") or (home or "").partition(".")[0] in _NOT_USERS
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
