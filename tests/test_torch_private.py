@@ -95,8 +95,18 @@ def test_dynamo_errors_are_what_an_untraceable_forward_raises() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x
 
-    with pytest.raises(private.dynamo_errors()):
+    with pytest.raises(private.dynamo_errors()) as caught:
         traced(forward, torch.ones(2))
+    assert not private.is_op_failure(caught.value)
+
+
+def test_an_op_failure_is_one_of_sizes_that_do_not_fit() -> None:
+    table = torch.ones(8, 3)
+    x = torch.ones(11, 3)
+    private.mark_dynamic(x, 0)
+    with pytest.raises(private.dynamo_errors()) as caught:
+        traced(lambda x: x + table[: x.shape[0]], x)
+    assert private.is_op_failure(caught.value)
 
 
 def test_tracing_shape_env_is_the_running_trace_s() -> None:
@@ -636,3 +646,26 @@ def test_an_op_that_was_undeclared_can_be_declared_otherwise() -> None:
         assert str(torch.ops.privateagain.op.default._schema) == f"privateagain::{signature}"
         private.undeclare_ops(library)
     assert not private.op_exists("privateagain::op")
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def test_set_grad_turns_gradients_off_and_on() -> None:
+    private.set_grad(False)
+    assert not torch.is_grad_enabled()
+    private.set_grad(True)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.gpu
+def test_streams_and_devices_are_known_by_number() -> None:
+    torch.cuda.init()
+    assert private.current_device() == torch.cuda.current_device()
+    default, side = torch.cuda.default_stream(), torch.cuda.Stream()
+    assert private.current_raw_stream(0) == default.cuda_stream
+    with torch.cuda.stream(side):
+        assert private.current_raw_stream(0) == side.cuda_stream
+    assert not private.is_external_stream(default)
+    assert not private.is_external_stream(side)
+    assert private.is_external_stream(torch.cuda.ExternalStream(side.cuda_stream))

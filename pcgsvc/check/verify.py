@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import BatchDescriptor, CapturePlan, EntryKey
+from pcgsvc.check.dependence import input_dependence
 from pcgsvc.check.rounding import HALF, redrawn
 from pcgsvc.config import Compiler, Config, Mode
 from pcgsvc.errors import BatchError
 from pcgsvc.events import Phases
 from pcgsvc.forward.batch import CheckedBatch
 from pcgsvc.forward.request import Request, make_samples
-from pcgsvc.forward.samples import Samples, fill_junk
+from pcgsvc.forward.samples import Padding, Samples, padded
 from pcgsvc.forward.specs import SizePredicate
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.context import ForwardContext, use_context
-from pcgsvc.ops.expert_choice import following, recorded_choices
+from pcgsvc.ops.expert_choice import Choices, following, recorded_choices
 from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Direct
@@ -68,10 +69,11 @@ def verify(
 ) -> Verified:
     """Check every captured entry against the module, and leave out what cannot be served.
 
-    Each entry is replayed in shuffled order with junk in its padding rows, and compared twice: with
-    the module on the same padded inputs (exact when the pieces are eager), and with the module on
-    the true rows alone. Before that the program is tried at one row, since Dynamo takes a symbolic
-    size for at least 2 without recording it.
+    Each entry is replayed in shuffled order with zeros, NaN and large values in its padding rows,
+    and compared with the module on the same padded inputs (exact when the pieces are eager), and
+    with the module on the true rows alone. Before that the program is tried at one row, since
+    Dynamo takes a symbolic size for at least 2 without recording it, and the module on inputs of
+    other layouts and on one tensor for several inputs.
 
     Args:
         model: what was captured; its module is what an entry must give.
@@ -87,12 +89,13 @@ def verify(
             model = model.requiring("s > 1", "differs from the module at one row")
         table = table.without(_invalid(table, model.predicate))
         check = _Check(model, memory, table, samples, plan.config)
+        model = replace(model, depends_on=check.input_dependence())
         seed = random.Random(plan.config.seed).getrandbits(32)
-        order = list(enumerate(table.entries))
+        order = list(table.entries)
         random.Random(seed).shuffle(order)
         found = {}
-        for at, key in order:
-            found[key] = check.entry(key, random.Random(seed), most_padding=at % 2 == 0)
+        for key in order:
+            found[key] = check.entry(key, random.Random(seed))
             phases.progress.advance()
     rows = [found[key] for key in table.entries]
     return Verified(model, table, rows, refusal(rows, plan, memory))
@@ -118,6 +121,32 @@ def _invalid(table: GraphTable, predicate: SizePredicate) -> dict[EntryKey, str]
     return {key: f"the graph is not valid for it: {why}" for key, why in broken.items() if why}
 
 
+class _Replay(NamedTuple):
+    """What one replay left; copies, all rows."""
+
+    results: list[torch.Tensor]
+    state: dict[str, torch.Tensor]
+    choices: Choices
+
+
+class _Trial(NamedTuple):
+    """One entry at one row count."""
+
+    num_tokens: int
+    error: float
+    """Against the module on the same padded inputs."""
+    tolerance: float
+    tries: list[tuple[Padding, float, list[str]]]
+    """Per kind of padding: the error against the true rows alone, and the spoilt state."""
+
+
+def _badness(tried: tuple[_Trial, tuple[Padding, float, list[str]]]) -> tuple[bool, float]:
+    """Order tries; of several wrong ones the first counts, since calls pad with zeros."""
+    trial, (_, error, spoilt) = tried
+    wrong = bool(spoilt) or error > trial.tolerance
+    return wrong, 0.0 if wrong else error
+
+
 @dataclass(frozen=True)
 class _Check:
     """Compares captured entries, and the program itself, with the module."""
@@ -133,55 +162,99 @@ class _Check:
         """The parameters and buffers that the forward writes to."""
         return {name: self.memory.tensors[name] for name in self.model.mutated}
 
-    def entry(self, key: EntryKey, rng: random.Random, *, most_padding: bool) -> dict[str, Any]:
-        """Check one entry; `most_padding`: with the fewest true rows, and zeros in integer padding.
+    def entry(self, key: EntryKey, rng: random.Random) -> dict[str, Any]:
+        """Check one entry with each kind of padding; return what was worst.
 
-        Both kinds are needed: a forward that counts its rows, or looks for a zero, is found with
-        the former, one that takes some row for another with the latter.
+        Two row counts are needed: a forward that counts its rows is found with the fewest, one that
+        takes some row for another with a random one. So are all kinds of padding: zeros are what
+        calls pad with, comparisons hide NaN, and nan-aware functions hide all but large values.
         """
-        mode, descriptor = key
-        size, model = descriptor.num_tokens, self.model
-        true = self._true_rows(descriptor, None if most_padding else rng)
-        batch = self.samples.batch(true, uniform=descriptor.uniform)
-        padded = self.samples.inputs(size)
-        fill_junk(self.memory.inputs, padded, true, zeros=most_padding)
-        alone = {s.name: s.cut(padded[s.name], true) for s in self.memory.inputs}
-        with preserved(self.state), recorded_choices() as choices:
-            got = self.replay(key, padded, batch)
-            after = {name: tensor.clone() for name, tensor in self.state.items()}
-        near = _near_ties(got)
-        with preserved(self.state), following(choices, near):
-            same = self.plain(padded, batch, size, key)
-            state_error = error_of(list(after.values()), list(self.state.values()))
+        fewest, other = self._true_rows(key[1], None), self._true_rows(key[1], rng)
+        junk = [Padding.NAN_AND_LARGE]
+        if key[1].num_tokens - other == 1:  # one row is one of them
+            junk = [Padding.NAN, Padding.LARGE]
+        if fewest == other:
+            kinds = [Padding.ZEROS, *junk] if fewest < key[1].num_tokens else [Padding.ZEROS]
+            return self._row(key, [self.trial(key, fewest, kinds)])
+        first = self.trial(key, fewest, [Padding.ZEROS])
+        return self._row(key, [first, self.trial(key, other, junk, compare_padded=False)])
 
+    def trial(
+        self, key: EntryKey, true: int, kinds: Sequence[Padding], *, compare_padded: bool = True
+    ) -> _Trial:
+        """Replay an entry on `true` rows with each kind of padding, and compare with the module.
+
+        `compare_padded`: also with the module on the first of the padded inputs.
+        """
+        size, specs, outputs = key[1].num_tokens, self.memory.inputs, self.model.outputs
+        batch = self.samples.batch(true, uniform=key[1].uniform)
+        inputs = self.samples.inputs(size)
+        replays = [self.replay(key, padded(specs, inputs, true, kind), batch) for kind in kinds]
+        first = replays[0]
+        choices, near, error = first.choices, _near_ties(first.results), 0.0
+        if compare_padded:
+            with preserved(self.state), following(choices, near):
+                same = self.plain(padded(specs, inputs, true, kinds[0]), batch, size, key)
+                state_error = error_of(list(first.state.values()), list(self.state.values()))
+            cut = outputs.cut(first.results, true), outputs.cut(same, true)
+            error = max(error_of(*cut), state_error)
+
+        alone = {s.name: s.laid_out(s.cut(inputs[s.name], true)) for s in specs}
         states: list[dict[str, torch.Tensor]] = []
 
         def run_alone() -> list[torch.Tensor]:
             with preserved(self.state), following(choices, near):
-                results = self.plain({k: v.contiguous() for k, v in alone.items()}, batch, true)
-                states.append({name: tensor.clone() for name, tensor in self.state.items()})
+                results = self.plain(alone, batch, true)
+                states.append(self._copied_state())
                 return results
 
         pure = run_alone()
-        got, same = model.outputs.cut(got, true), model.outputs.cut(same, true)
-        error, error_true = max(error_of(got, same), state_error), error_of(got, pure)
-        exact = self.config.compiler.name is Compiler.EAGER
-        worst = error_true if exact else max(error, error_true)
-        tolerance_true = tolerance_of(pure, worst, run_alone, always=uses_group(self.config))
-        tolerance = 0.0 if exact else tolerance_true
-        spoilt = _spoilt(after, states[0], tolerance_true)
+        errors = [error_of(outputs.cut(replay.results, true), pure) for replay in replays]
+        worst = max(errors) if self.is_exact else max(error, *errors)
+        tolerance = tolerance_of(pure, worst, run_alone, always=uses_group(self.config))
+        spoilt = [_spoilt(replay.state, states[0], tolerance) for replay in replays]
+        return _Trial(true, error, tolerance, list(zip(kinds, errors, spoilt, strict=True)))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a replay gives what the module gives on the same inputs, to the last bit."""
+        return self.config.compiler.name is Compiler.EAGER
+
+    def _row(self, key: EntryKey, trials: Sequence[_Trial]) -> dict[str, Any]:
+        """Return the report's row of one entry: the first try that is wrong, or the worst."""
+        first = trials[0]
+        trial, (kind, error_true, spoilt) = max(
+            ((trial, one) for trial in trials for one in trial.tries), key=_badness
+        )
+        tolerance = 0.0 if self.is_exact else first.tolerance
+        right = first.error <= tolerance and error_true <= trial.tolerance and not spoilt
         return {
-            "mode": mode.value,
-            "size": size,
-            "num_tokens": true,
-            "uniform": descriptor.uniform,
-            "max_rel_err": error,
+            "mode": key[0].value,
+            "size": key[1].num_tokens,
+            "num_tokens": trial.num_tokens,
+            "uniform": key[1].uniform,
+            "max_rel_err": first.error,
             "tolerance": tolerance,
             "max_rel_err_true": error_true,
-            "tolerance_true": tolerance_true,
+            "tolerance_true": trial.tolerance,
             "spoilt_state": spoilt,
-            "ok": error <= tolerance and error_true <= tolerance_true and not spoilt,
+            "padding": kind.value if trial.num_tokens < key[1].num_tokens else None,
+            "ok": right,
         }
+
+    def input_dependence(self) -> frozenset[str]:
+        """Return on what of its inputs besides their values the module depends; see there."""
+        if not self.table.entries:
+            return frozenset()
+        sizes = sorted((k.num_tokens, k.uniform) for _, k in self.table.entries)
+        rows, uniform = next((s for s in sizes if s[0] > 1), sizes[-1])
+        batch = self.samples.batch(rows, uniform=uniform)
+
+        def run(inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+            with preserved(self.state):
+                return self.plain(inputs, batch, rows)
+
+        return input_dependence(run, self.samples.inputs(rows), differ)
 
     def differs_at_one_row(self) -> bool:
         """Whether program and module differ for a single row, of which the predicate is silent."""
@@ -206,16 +279,21 @@ class _Check:
         return error > tolerance_of(wanted, error, run_plain, always=uses_group(self.config))
 
     def replay(
-        self, key: EntryKey, padded: Mapping[str, torch.Tensor], batch: CheckedBatch
-    ) -> list[torch.Tensor]:
-        """Replay an entry on inputs whose padding rows are given; return copies, all rows."""
+        self, key: EntryKey, inputs: Mapping[str, torch.Tensor], batch: CheckedBatch
+    ) -> _Replay:
+        """Replay an entry on inputs whose padding rows are given; the state is put back."""
         size, entry = key[1].num_tokens, self.table.entries[key]
-        with self.memory.on_stream():
-            self.memory.load(padded, size, size)
-            with use_context(self._context(batch, size, key)):
-                for step in entry.steps:
-                    step()
-            return [tensor.clone() for tensor in entry.outputs]
+        with preserved(self.state), recorded_choices() as choices:
+            with self.memory.on_stream():
+                self.memory.load(inputs, size, size)
+                with use_context(self._context(batch, size, key)):
+                    for step in entry.steps:
+                        step()
+                results = [tensor.clone() for tensor in entry.outputs]
+            return _Replay(results, self._copied_state(), choices)
+
+    def _copied_state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.state.items()}
 
     def plain(
         self,
@@ -321,14 +399,22 @@ def error_of(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> flo
     return worst
 
 
+def differ(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Whether results are not those of the same computation."""
+    if [t.shape for t in got] != [t.shape for t in wanted]:
+        return True
+    dtype = next((t.dtype for t in wanted if t.is_floating_point()), torch.float32)
+    return error_of(got, wanted) > TOLERANCE.get(dtype, 0.0)
+
+
 def _cause(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
     """Say what makes an entry wrong, and what to do."""
     where = f"{row['mode']} size {row['size']}"
     if row["spoilt_state"] and row["num_tokens"] < row["size"]:
         return (
             f"{where} with {row['num_tokens']} true rows: padding rows reach the model's state "
-            f"{row['spoilt_state']}. Mask what goes into it with pcgsvc.true_rows, or write it in "
-            "a splitting op, which knows the true row count."
+            f"{row['spoilt_state']} (padded with {row['padding']}). Mask what goes into it with "
+            "pcgsvc.true_rows, or write it in a splitting op, which knows the true row count."
         )
     if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
         return _mixes(row, plan, memory)
@@ -345,10 +431,16 @@ def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
     where = f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows"
     gap = f"{row['max_rel_err_true']:.3g} (tolerance {row['tolerance_true']:.3g})"
     text = (
-        f"{where}: padding rows change the true ones by {gap}: outside its splitting ops, the "
-        "forward mixes rows or computes with their number. Move that into a splitting op, or set "
-        "capture.self_check=false."
+        f"{where}: padding rows, filled with {row['padding']}, change the true ones by {gap}: "
+        "outside its splitting ops, the forward mixes rows or computes with their number. Move "
+        "that into a splitting op, or set capture.self_check=false."
     )
+    inner = [s.name for s in memory.inputs if s.dims and s.order[0] not in s.dims]
+    if inner:
+        text += (
+            f" Or it computes with the memory layout of {inner}, whose strides depend on the row "
+            "count as the example is laid out: pass it contiguous, with the rows outermost."
+        )
     attention = memory.attention
     if row["mode"] == Mode.FULL.value and attention is not None:
         text += (

@@ -24,6 +24,9 @@ from pcgsvc.program.outputs import OutputPlan
 from pcgsvc.program.pieces import PieceCounts
 from pcgsvc.program.program import Program
 
+LAYOUT, IDENTITY = "layout", "identity"
+"""What a forward may depend on of its inputs, besides their values; see `check.dependence`."""
+
 
 @dataclass(kw_only=True)
 class CompiledModel:
@@ -47,6 +50,9 @@ class CompiledModel:
     """What was asked for and is not done."""
     memory: Workspace | None = None
     """Set where the forward had to be run to learn what it does."""
+    depends_on: frozenset[str] = frozenset()
+    """`LAYOUT`, `IDENTITY`: calls that differ in it from the traced example need the module itself.
+    Found by the self-check; empty without."""
 
     @property
     def predicate(self) -> SizePredicate:
@@ -57,6 +63,11 @@ class CompiledModel:
     def mutated(self) -> tuple[str, ...]:
         """Names of parameters and buffers that the program writes to."""
         return self.image.mutated
+
+    @cached_property
+    def reads_metadata(self) -> bool:
+        """Whether anything in it may read the step's context; torch's own ops do not."""
+        return not all(name.startswith(("aten::", "prims::")) for name in self.image.ops)
 
     @cached_property
     def outputs(self) -> OutputPlan:
