@@ -20,22 +20,27 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+def _is_large(x: torch.Tensor) -> bool:
+    """Whether a value of the true rows is large."""
+    return bool((x[: pcgsvc.current_context().num_tokens] > 50).any())
+
+
 @pcgsvc.splitting_op("res::clip", fake=_like)
 def clip(x: torch.Tensor) -> torch.Tensor:
     """Return x itself unless a value of it is large."""
-    return x.clamp(-50, 50) if (x > 50).any() else x
+    return x.clamp(-50, 50) if _is_large(x) else x
 
 
 @pcgsvc.splitting_op("res::clip_large", fake=_like)
 def clip_large(x: torch.Tensor) -> torch.Tensor:
     """Return new memory unless a value of x is large."""
-    return x if (x > 50).any() else x.clamp(-50, 50)
+    return x if _is_large(x) else x.clamp(-50, 50)
 
 
 @pcgsvc.splitting_op("res::mixed", fake=lambda x: (_like(x), _like(x), x.new_empty(x.shape[0], 2)))
 def mixed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return x, new memory, and a view of x; the other way round if a value is large."""
-    if (x > 50).any():
+    if _is_large(x):
         return x + 1, x, (x * 1)[:, 1:3]
     return x, x * 3, x[:, :2]
 
@@ -49,7 +54,7 @@ def first_rows(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 @pcgsvc.splitting_op("res::whole_table", fake=lambda x, table: torch.empty_like(table))
 def whole_table(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Return the table, or a part of a new one if a value of x is large."""
-    return torch.zeros(2 * len(table), WIDTH)[::2] if (x > 50).any() else table
+    return torch.zeros(2 * len(table), WIDTH)[::2] if _is_large(x) else table
 
 
 @pcgsvc.splitting_op("res::odd", fake=_like)
@@ -63,7 +68,7 @@ def odd(x: torch.Tensor) -> torch.Tensor:
 def nothing(x: torch.Tensor, out: torch.Tensor) -> None:
     """Write, and return a tensor in spite of the schema if a value is large."""
     out.copy_(x)
-    return x if (x > 50).any() else None  # type: ignore[return-value]
+    return x if _is_large(x) else None  # type: ignore[return-value]
 
 
 def large(count: int) -> torch.Tensor:
