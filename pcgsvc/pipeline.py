@@ -23,6 +23,7 @@ from pcgsvc.forward.request import Request, make_samples
 from pcgsvc.forward.workspace import preserved
 from pcgsvc.models.request import request_of
 from pcgsvc.program.model import CompiledModel, allocate
+from pcgsvc.program.writes import undeclared_writes_refused
 from pcgsvc.report.report import captured_sections, compile_section, program_report
 from pcgsvc.serve.runner import Runner
 
@@ -53,7 +54,11 @@ def build(
         plan = plan_capture(request, model.image)
         warnings = warn_or_raise(request.config, [*plan.warnings, *model.warnings])
         memory = model.memory or allocate(request, model)
-        with memory.closed_on_error(), preserved(memory.bound(model.mutated)):
+        with (
+            memory.closed_on_error(),
+            undeclared_writes_refused(model, memory.tensors),
+            preserved(memory.bound(model.mutated)),
+        ):
             table = capture(model, memory, plan, make_samples(request, memory), env.phases)
             env.store_tuned_kernels(model)
             seconds = env.phases.since_start()

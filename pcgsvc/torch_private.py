@@ -299,6 +299,31 @@ def op_functions(name: str) -> list[Any]:
     return [*kernels, None if fake is None else fake.func]
 
 
+def python_bodies(name: str) -> list[str]:
+    """Return where Python functions are registered that torch runs in place of an op, when tracing.
+
+    That is what `torch.library.impl` was given for `CompositeImplicitAutograd` (the op is what this
+    body calls), or for `Meta` without `register_fake`. Only the dispatcher has the functions.
+    """
+    from torch._library.simple_registry import singleton
+
+    if not torch._C._dispatch_has_kernel(name):
+        return []
+    keys = ["CompositeImplicitAutograd"]
+    keys += ["Meta"] if singleton.find(name).fake_impl.kernel is None else []
+    found = re.findall(
+        r"^(\w+)(?:\[alias\])?: registered at (.*) :: \(none\) \[ boxed \]$",
+        torch._C._dispatch_dump(name),
+        re.MULTILINE,
+    )
+    return [f"{key} ({place})" for key, place in found if key in keys]
+
+
+def undeclare_ops(library: torch.library.Library) -> None:
+    """Take back what a library declared, so that it can be declared otherwise."""
+    library._destroy()
+
+
 def op_tags(op: Any) -> set[torch.Tag]:
     """Return the tags of a torch.ops callable (all overloads of a packet)."""
     if isinstance(op, torch._ops.OpOverload):

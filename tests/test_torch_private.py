@@ -623,6 +623,31 @@ def test_fake_modules_can_be_converted_where_they_are_swappable() -> None:
     assert block.fake_tensor_converter.meta_converter.tensor_memo is memo
 
 
+def test_python_bodies_are_what_replaces_an_op_when_it_is_traced() -> None:
+    library = torch.library.Library("privatebody", "DEF")
+    for name in ("composite", "kernel", "faked"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl("composite", lambda x: x * 2, "CompositeImplicitAutograd")
+    library.impl("kernel", lambda x: x * 2, "CPU")
+    library.impl("kernel", lambda x: torch.empty_like(x), "Meta")
+    torch.library.register_fake("privatebody::faked", torch.empty_like, lib=library)
+    (found,) = private.python_bodies("privatebody::composite")
+    assert found.startswith("CompositeImplicitAutograd (")
+    (found,) = private.python_bodies("privatebody::kernel")
+    assert found.startswith("Meta (")
+    assert private.python_bodies("privatebody::faked") == []
+    assert private.python_bodies("privatebody::none") == []
+
+
+def test_an_op_that_was_undeclared_can_be_declared_otherwise() -> None:
+    for signature in ("op(Tensor x) -> Tensor", "op(Tensor x, int y) -> Tensor"):
+        library = torch.library.Library("privateagain", "FRAGMENT")
+        library.define(signature)
+        assert str(torch.ops.privateagain.op.default._schema) == f"privateagain::{signature}"
+        private.undeclare_ops(library)
+    assert not private.op_exists("privateagain::op")
+
+
 # ---- calls ---------------------------------------------------------------------------------------
 
 

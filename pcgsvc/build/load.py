@@ -58,7 +58,7 @@ def load_program(request: Request, env: BuildEnvironment) -> ProgramLookup:
     try:
         facts = _facts(request, env)
     except NotCanonicalError as error:
-        problem = f"constant arguments: {error}"
+        problem = str(error)
         if config.cache.require_warm:
             why = f"cache.require_warm=true, and the program cannot be stored: {problem}"
             raise CacheError(why) from error

@@ -20,7 +20,7 @@ from pcgsvc.forward.request import Request
 from pcgsvc.partition.fx import check_aliases, partition_fx
 from pcgsvc.partition.inductor import partition_inductor
 from pcgsvc.program.guards import stored_guards
-from pcgsvc.program.image import ProgramImage, image_of
+from pcgsvc.program.image import ProgramImage, image_of, unwritable_ops
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.pieces import Partition, Piece
 from pcgsvc.program.program import CompiledPiece, Program
@@ -80,6 +80,7 @@ def write_down(request: Request, traced: TracedGraph, parts: Split) -> ImagedPro
     ]
     files = {f: d for f in files_of(traced.guards, module) if (d := file_digest(f))}
     image = image_of(traced, parts.compiled, parts.shown, guards=guards, files=files)
+    problems += unwritable_ops(image.schemas)
     return ImagedProgram(image, problems)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
+from pcgsvc.capture.bridges import BoundResults, Step
 from pcgsvc.errors import CaptureError
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import ForwardContext
@@ -29,11 +30,12 @@ from pcgsvc.program.program import (
     Boundaries,
     BoundCall,
     CompiledPiece,
-    padded_tensors,
+    Memory,
+    apart,
+    tensors_in,
+    written_rows,
     zero_padding,
 )
-
-Step = Callable[[], Any]
 
 
 class Engine(Protocol):
@@ -155,12 +157,11 @@ class Session:
 
     def splitting(self, call: BoundCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Break the segment at a splitting op, or capture the op when breaks are off."""
-
-        def padded(result: Any) -> list[torch.Tensor]:
-            return padded_tensors(call, args, kwargs, result)
-
         name = call.call.splitting or str(call.call.row[1])
-        return self._at_break(name, call.kernel, args, kwargs, padded, call.spec)
+        at = _Break(name, call.kernel, args, kwargs, call.spec)
+        at.written = written_rows(call, args, kwargs)
+        at.row_result, at.written_later = call.call.row_result, call.call.written_later
+        return self._at_break(at)
 
     # -- breaks that a piece reaches by itself --
 
@@ -168,13 +169,13 @@ class Session:
         """Run a splitting op that was called through the dispatcher."""
         name = str(func._schema.name)
         spec = find_spec(name)
-        done = spec is not None and spec.zeroes_padding
-
-        def padded(result: Any) -> list[torch.Tensor]:
-            return [] if done else self._row_wise(func, at, boundaries, args, kwargs, result)
-
         kernel = spec.kernel if spec is not None else func
-        result = self._at_break(name, kernel, list(args), dict(kwargs), padded, spec)
+        found = _Break(name, kernel, list(args), dict(kwargs), spec)
+        if spec is None or not spec.zeroes_padding:
+            found.written = self._row_wise(func, at, boundaries, args, kwargs)
+            rows = boundaries.rows[at] if boundaries.rows is not None else None
+            found.row_result = rows == (-1,) and not found.written
+        result = self._at_break(found)
         if boundaries.in_place_only:
             self._refuse_fresh(name, result)
         return result
@@ -193,16 +194,16 @@ class Session:
         # Modes are a stack: the engine may have to leave its own, which lies under the listener.
         listener.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
-            result = self._at_break(name, function, list(args), kwargs, lambda result: [])
+            result = self._at_break(_Break(name, function, list(args), kwargs))
         finally:
             listener.__enter__()  # type: ignore[no-untyped-call]
         self._refuse_fresh(name, result)
         return result
 
     def _row_wise(
-        self, func: Any, at: int, boundaries: Boundaries, args: Any, kwargs: Any, result: Any
+        self, func: Any, at: int, boundaries: Boundaries, args: Any, kwargs: Any
     ) -> list[torch.Tensor]:
-        """Return the tensors whose padding rows must be zero after a splitting op."""
+        """Return the arguments whose padding rows must be zero after a splitting op."""
         rows = boundaries.rows[at] if boundaries.rows is not None else None
         written = [
             (n, args[n] if n < len(args) else kwargs.get(a.name))
@@ -210,8 +211,7 @@ class Session:
             if a.alias_info is not None and a.alias_info.is_write
         ]
         if rows is not None:
-            found = [t for n, t in written if n in rows]
-            return found or ([result] if rows == (-1,) else [])
+            return [t for n, t in written if n in rows]
         # Not traced: memory that a segment of this session made, with the step's rows, is row-wise;
         # a cache that happens to have as many rows is not such memory.
         size = self._context.padded_tokens
@@ -235,31 +235,22 @@ class Session:
 
     # -- all breaks --
 
-    def _at_break(
-        self,
-        name: str,
-        kernel: Callable[..., Any],
-        args: list[Any],
-        kwargs: dict[str, Any],
-        padded_of: Callable[[Any], list[torch.Tensor]],
-        spec: OpSpec | None = None,
-    ) -> Any:
-        self._boundaries.append(name)
-        leaves = pytree.tree_leaves([args, kwargs])
+    def _at_break(self, at: _Break) -> Any:
+        self._boundaries.append(at.name)
+        leaves = pytree.tree_leaves([at.args, at.kwargs])
         self.frozen.append(tuple(v for v in leaves if not isinstance(v, torch.Tensor)))
         if not self._breaks:
-            self._begin(name)
-            result = kernel(*args, **kwargs)
-            self._mask_padding(padded_of(result))
+            self._begin(at.name)
+            result = at.kernel(*at.args, **at.kwargs)
+            if at.row_result:
+                result = apart(result, [at.args, at.kwargs], always=True)
+            self._mask_padding([*at.written, *(tensors_in(result) if at.row_result else ())])
             return result
         self._end()
         with handle_breaks(None):
-            result = kernel(*args, **kwargs)
-            padded = padded_of(result)
-            zero_padding(padded)
-        bind = spec.bind if spec is not None else None
-        result, step = self._bind(name, kernel, args, kwargs, result, padded, bind)
-        self._steps.append((name, False, step))
+            result = at.kernel(*at.args, **at.kwargs)
+        result, step = self._bind(at, result)
+        self._steps.append((at.name, False, step))
         if self._within is not None:
             self._begin(self._within)
         return result
@@ -306,38 +297,29 @@ class Session:
 
     # -- splitting ops --
 
-    def _bind(
-        self,
-        name: str,
-        kernel: Callable[..., Any],
-        args: list[Any],
-        kwargs: dict[str, Any],
-        result: Any,
-        padded: list[torch.Tensor],
-        bind: Callable[..., Step | None] | None,
-    ) -> tuple[Any, Step]:
+    def _bind(self, at: _Break, result: Any) -> tuple[Any, Step]:
         """Return the op's result as later pieces may see it, and the step that recomputes it."""
 
         def hold(value: Any) -> Any:
             return self._engine.hold(value) if isinstance(value, torch.Tensor) else value
 
-        held_args = pytree.tree_map(hold, args)
-        held_kwargs = pytree.tree_map(hold, kwargs)
+        held_args = pytree.tree_map(hold, at.args)
+        held_kwargs = pytree.tree_map(hold, at.kwargs)
+        bind = at.spec.bind if at.spec is not None else None
         bound = bind(*held_args, **held_kwargs) if bind is not None else None
         self._keep += [held_args, held_kwargs] if bound is not None else []
-        run = bound or functools.partial(kernel, *held_args, **held_kwargs)
-        fresh = _fresh_tensors(result, [*args, *kwargs.values()])
-        if fresh:
-            # A functional op gives new memory each time; the next segment needs a fixed address.
-            bridges = [t.clone() for t in fresh]
-            self._keep += bridges
-            swap = {id(t): b for t, b in zip(fresh, bridges, strict=True)}
-            rows = [swap[id(t)] if id(t) in swap else hold(t) for t in padded]
-            result = pytree.tree_map(lambda t: swap.get(id(t), t), result)
-            return result, _bridged(run, bridges, name, rows)
-        if padded:
-            return result, _zeroing(run, [hold(t) for t in padded])
-        return result, run
+        run = bound or functools.partial(at.kernel, *held_args, **held_kwargs)
+        results = BoundResults(
+            at.name,
+            result,
+            Memory([at.args, at.kwargs]),
+            row_wise=at.row_result,
+            written_later=at.written_later,
+        )
+        self._keep += results.bridges
+        rows = [hold(t) for t in at.written] + (results.bridges if at.row_result else [])
+        zero_padding(rows)
+        return results.value, results.step(run, rows)
 
     def _mask_padding(self, tensors: Sequence[torch.Tensor]) -> None:
         """Zero padding rows with device values only, as a captured segment must."""
@@ -347,41 +329,21 @@ class Session:
             tensor.masked_fill_(padding.view(-1, *([1] * (tensor.dim() - 1))), 0)
 
 
-def _fresh_tensors(result: Any, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors of `result` that share no memory with the op's inputs."""
-    known = {
-        t.untyped_storage().data_ptr()
-        for t in pytree.tree_leaves(inputs)
-        if isinstance(t, torch.Tensor)
-    }
-    return [
-        t
-        for t in pytree.tree_leaves(result)
-        if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known
-    ]
+@dataclass
+class _Break:
+    """A splitting op that is met, with its arguments."""
 
-
-def _bridged(run: Step, bridges: list[torch.Tensor], name: str, rows: list[torch.Tensor]) -> Step:
-    def step() -> None:
-        fresh = [t for t in pytree.tree_leaves(run()) if isinstance(t, torch.Tensor)]
-        for bridge, tensor in zip(bridges, fresh, strict=True):
-            if bridge.shape != tensor.shape:
-                raise CaptureError(
-                    f"{name}: gave shape {tuple(tensor.shape)}, at capture it gave "
-                    f"{tuple(bridge.shape)}; a splitting op between graphs must keep its shape."
-                )
-            bridge.copy_(tensor)
-        zero_padding(rows)
-
-    return step
-
-
-def _zeroing(run: Step, tensors: list[torch.Tensor]) -> Step:
-    def step() -> None:
-        run()
-        zero_padding(tensors)
-
-    return step
+    name: str
+    kernel: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    spec: OpSpec | None = None
+    written: list[torch.Tensor] = field(default_factory=list)
+    """Arguments whose padding rows must be zero afterwards."""
+    row_result: bool = False
+    """Whether the padding rows of its results must be."""
+    written_later: bool = True
+    """See `Call.written_later`; True where that is not known."""
 
 
 def _ranged(name: str, step: Step) -> Step:

@@ -26,6 +26,8 @@ _BY_IDENTITY = (
 """Code, which has no state to compare, and values too large to be compared at each call."""
 _MAX_DEPTH = 20
 """How deep objects are compared; deeper ones by identity."""
+_MAX_ARRAY_BYTES = 2**20
+"""Up to which an array is compared by its content at each call; larger ones by identity."""
 
 
 def frozen(value: Any) -> Any:
@@ -34,6 +36,8 @@ def frozen(value: Any) -> Any:
         return type(value)(frozen(v) for v in value)
     if type(value) is deque:
         return deque((frozen(v) for v in value), value.maxlen)
+    if type(value) is types.MappingProxyType:
+        return types.MappingProxyType({k: frozen(v) for k, v in value.items()})
     return {k: frozen(v) for k, v in value.items()} if type(value) is dict else value
 
 
@@ -50,16 +54,26 @@ def _state(value: Any, above: tuple[int, ...]) -> Any:
     inside = (*above, id(value))
     content: Any = None
     attributes = [(k, _state(v, inside)) for k, v in sorted(_attributes(value).items())]
-    if isinstance(value, (dict, list, tuple, deque)):
+    if isinstance(value, (dict, types.MappingProxyType, list, tuple, deque)):
         content = [(place.key, _state(place.value, inside)) for place in items_of(value)]
     elif isinstance(value, (set, frozenset)):
         content = frozenset((type(v), v) for v in value)
     elif isinstance(value, (bytearray, array.array)):
         content = value[:]
+    elif (array_content := _of_array(value)) is not None:
+        content = array_content
     elif not attributes or isinstance(value, ATOMS):
         content = _Value(value)
     maxlen = value.maxlen if isinstance(value, deque) else None
     return (type(value), content, maxlen, attributes)
+
+
+def _of_array(value: Any) -> Any:
+    """Return dtype, shape and bytes of a small numpy array of plain values; else None."""
+    if type(value).__module__ != "numpy" or not hasattr(value, "__array_interface__"):
+        return None
+    plain = value.dtype.kind in "biufcSU" and value.nbytes <= _MAX_ARRAY_BYTES
+    return (value.dtype.str, value.shape, value.tobytes()) if plain else None
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -84,7 +98,7 @@ class _Same:
 
 
 class _Value:
-    """Equal to what its value says is equal; arrays and the like never are."""
+    """Equal to what its value says is equal; what gives no plain answer never is."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

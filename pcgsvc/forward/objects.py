@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ CODE = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
 _NO_TENSORS = ("pcgsvc", "logging", "threading", "io", "_io", "inspect", "contextvars")
 """Packages whose objects hold no tensor of a model: only the search for tensors skips them, since
 a runner is reachable from its own forward, and a logger from every other."""
+_NOT_USERS = ("pcgsvc", "typing_extensions")
 _MAX_DEPTH = 50
 _MAX_OBJECTS = 200_000
 """How many objects the search for tensors enters; deeper or later ones are not found."""
@@ -75,7 +76,7 @@ class Place(NamedTuple):
 def parts_of(value: Any, name: str = "") -> Iterator[Place]:
     """Yield what one object holds by itself: not what its class does."""
     if isinstance(value, types.FunctionType):
-        yield from _of_function(value)
+        yield from reads_of(value, name)
     elif isinstance(value, types.MethodType):
         yield Place(None, None, value.__self__, name)
         yield Place(None, None, value.__func__, name)
@@ -86,7 +87,9 @@ def parts_of(value: Any, name: str = "") -> Iterator[Place]:
 
 def items_of(value: Any, name: str = "") -> Iterator[Place]:
     """Yield the items of a container; of anything else nothing."""
-    if isinstance(value, dict):
+    if isinstance(value, types.MappingProxyType):
+        yield from (Place(value.get, k, v, f"{name}[{k!r}]") for k, v in list(value.items()))
+    elif isinstance(value, dict):
         for key, item in list(dict.items(value)):
             yield Place(functools.partial(dict.get, value), key, item, f"{name}[{key!r}]")
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
@@ -149,25 +152,64 @@ def _holders(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "", attributes
 
 
-def _of_function(function: types.FunctionType) -> Iterator[Place]:
-    """Yield closure, defaults, and the globals that are named; of those no functions."""
+def reads_of(function: types.FunctionType, path: str) -> Iterator[Place]:
+    """Yield closure, defaults, and what its names lead to: globals, and members of modules."""
     yield from cells_of(function)
-    for name in dict.fromkeys(_names(function.__code__)):
-        value = function.__globals__.get(name)
-        if not isinstance(value, types.FunctionType):
-            yield Place(function.__globals__.get, name, value, name)
+    home = function.__globals__.get("__name__")
+    inside = f"{home}." if path.startswith(f"{home}.") else ""  # found in another module
+    names = list(dict.fromkeys(_names(function.__code__)))
+    for name in names:
+        if name in function.__globals__:
+            yield from _named(function.__globals__, name, f"{inside}{name}", names, set())
+        else:  # it may be imported inside the function
+            yield from _named(sys.modules, name, name, names, set())
     code, defaults = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    given = {**(function.__kwdefaults__ or {}), **dict(zip(names, defaults, strict=True))}
+    arguments = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    given = {**(function.__kwdefaults__ or {}), **dict(zip(arguments, defaults, strict=True))}
     yield from (Place(None, name, value, name) for name, value in given.items())
 
 
+def _named(
+    holder: Mapping[str, Any], key: str, name: str, names: Sequence[str], seen: set[int]
+) -> Iterator[Place]:
+    """Yield what `holder` has under `key`; of a module or class, its members called `names`."""
+    value = holder.get(key)
+    if isinstance(value, (types.FunctionType, *CODE)):
+        if id(value) in seen or is_not_users(value):
+            return
+        seen.add(id(value))
+    if isinstance(value, (type, types.ModuleType)):
+        name = value.__name__ if isinstance(value, types.ModuleType) else name
+        members = vars(value)
+        for member in names:
+            if member in members:
+                yield from _named(members, member, f"{name}.{member}", names, seen)
+    else:
+        yield Place(holder.get, key, value, name)
+
+
+def is_not_users(code: Any) -> bool:
+    """Whether a function, class or module is torch's, Python's or ours: a version says all of it.
+
+    Of a function, where its globals are counts: functools.wraps copies `__module__`.
+    """
+    if isinstance(code, types.FunctionType):
+        home = code.__globals__.get("__name__")
+    elif isinstance(code, (type, types.ModuleType)):
+        home = code.__name__ if isinstance(code, types.ModuleType) else code.__module__
+    else:
+        return isinstance(code, types.BuiltinFunctionType)
+    return is_versioned(home or "?") or (home or "").partition(".")[0] in _NOT_USERS
+
+
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that code looks up, in the functions inside it as well."""
+    """Yield the names that code looks up, as text too (`getattr`), in functions inside it too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
 
 
 def _item(values: Any, at: int) -> Any:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError
 from pcgsvc.ops.support import Support
 
@@ -50,8 +51,17 @@ class OpSpec:
     """Why it cannot be captured, for reports; None: it is registered, no more is known."""
 
 
+class _Declaration(NamedTuple):
+    """How an op was declared to torch."""
+
+    signature: str
+    tags: tuple[torch.Tag, ...]
+    library: torch.library.Library
+    """A Library that dies takes its ops along."""
+
+
 _SPECS: dict[str, OpSpec] = {}
-_LIBRARIES: dict[str, torch.library.Library] = {}  # a Library that dies takes its ops along
+_DECLARATIONS: dict[str, _Declaration] = {}
 
 
 def splitting_op(
@@ -75,6 +85,9 @@ def splitting_op(
         fake: shape function, needed when the op returns tensors.
         zeroes_padding: the function leaves padding rows zero by itself.
         tags: further torch tags.
+
+    The same definition may be run again, changed or not (a module reloaded, a notebook's cell): the
+    op is then declared anew. Runners that were built before go on with what they were built with.
 
     Returns:
         A decorator that gives the function back unchanged; call the op as `torch.ops.<ns>.<op>`.
@@ -142,11 +155,7 @@ def register_splitting_op(
             f"splitting op {name}: already registered by {where_defined(known.kernel)}; "
             f"{where_defined(kernel)} needs another name."
         )
-    if known is None:
-        library = _LIBRARIES.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
-        library.define(signature, tags=tuple(tags))
-        library.impl(op, _late(name), "CompositeExplicitAutograd")
-        torch.library.register_fake(name, fake or _fake_nothing, lib=library)
+    _declare(name, signature, tuple(tags))
     schema = str(getattr(getattr(torch.ops, namespace), op).default._schema)
     spec = OpSpec(
         name=name,
@@ -164,25 +173,40 @@ def register_splitting_op(
     return spec
 
 
-def _late(name: str) -> Callable[..., Any]:
-    """Return an implementation that looks the kernel up, so that a reloaded module counts."""
+def _declare(name: str, signature: str, tags: tuple[torch.Tag, ...]) -> None:
+    """Declare an op to torch; once more if its module was reloaded with another declaration.
+
+    Kernel and fake are looked up when they are called, so that those of a reloaded module count.
+    """
+    known = _DECLARATIONS.get(name)
+    if known is not None and (known.signature, known.tags) == (signature, tags):
+        return
+    if known is not None:
+        torch_private.undeclare_ops(known.library)
+    namespace, _, op = name.partition("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(signature, tags=tags)
 
     def implementation(*args: Any) -> Any:
         return _SPECS[name].kernel(*args)
 
-    return implementation
+    def fake(*args: Any) -> Any:
+        function = _SPECS[name].fake
+        return None if function is None else function(*args)
 
-
-def _fake_nothing(*args: Any) -> None:
-    return None
+    library.impl(op, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=library)
+    _DECLARATIONS[name] = _Declaration(signature, tags, library)
 
 
 def _same_function(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
-    """Whether two functions are one definition (a module imported twice, or reloaded)."""
-    return a is b or (
-        getattr(a, "__qualname__", None) == getattr(b, "__qualname__", "")
-        and inspect.getsourcefile(a) == inspect.getsourcefile(b)
-    )
+    """Whether two functions are one definition (a module imported twice, or reloaded).
+
+    Each run of a notebook's cell has a file of its own.
+    """
+    if a is b or getattr(a, "__qualname__", None) != getattr(b, "__qualname__", ""):
+        return a is b
+    return a.__module__ == b.__module__ or inspect.getsourcefile(a) == inspect.getsourcefile(b)
 
 
 def where_defined(thing: Callable[..., Any]) -> str:

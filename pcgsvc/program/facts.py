@@ -16,7 +16,15 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.config import Config
 from pcgsvc.forward.specs import InputSpec
-from pcgsvc.program.forms import canonical, code_digest, hook_form, is_versioned_class, name_of
+from pcgsvc.program.forms import (
+    NotCanonicalError,
+    canonical,
+    code_digest,
+    hook_form,
+    is_versioned_class,
+    name_of,
+    replaced_functions,
+)
 from pcgsvc.program.keys import config_facts, key_of
 from pcgsvc.program.sources import sources_of
 
@@ -43,7 +51,8 @@ def program_facts(
         model_facts: what the model's family adds (`ModelBundle.facts`).
 
     Raises:
-        NotCanonicalError: a constant argument has no form that can be written down.
+        NotCanonicalError: a constant argument, or what was put in the place of a function of
+            torch's, has no form that can be written down.
     """
     facts = {
         **(model_facts or {}),
@@ -52,15 +61,23 @@ def program_facts(
         "module": name_of(module),
         "module.code": _code_facts(module),
         "module.global_hooks": [hook_form(hook) for hook in torch_private.global_hooks()],
+        "torch.replaced": replaced_functions(),
         "source": {name: file_digest(path) for name, path in sources_of(module).items()},
         "inputs": [_input_facts(spec) for spec in inputs],
-        "constants": canonical(dict(constants)),
+        "constants": _constant_facts(constants),
     }
     tree = module if isinstance(module, torch.nn.Module) else torch.nn.Module()
     tensors, facts["tensors"] = _tensor_facts(tree)
     facts["tensors.digest"] = key_of({"tensors": tensors})
     facts["modules.digest"] = key_of({"modules": _module_facts(tree)})
     return facts
+
+
+def _constant_facts(constants: Mapping[str, Any]) -> Any:
+    try:
+        return canonical(dict(constants))
+    except NotCanonicalError as error:
+        raise NotCanonicalError(f"constant arguments: {error}") from None
 
 
 def _code_facts(module: Callable[..., Any]) -> dict[str, Any]:

@@ -17,7 +17,16 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.forward.objects import CODE, attributes_of, cells_of, is_versioned
+from pcgsvc.forward.objects import (
+    CODE,
+    Place,
+    attributes_of,
+    cells_of,
+    is_not_users,
+    is_versioned,
+    own_bases,
+    reads_of,
+)
 
 
 class NotCanonicalError(Exception):
@@ -117,6 +126,70 @@ def code_digest(thing: Any) -> str:
     and Python's own, only methods that have been replaced.
     """
     return _digest(_words(thing, set()))
+
+
+def reach_digest(function: Any) -> str:
+    """Return a digest of what a Python function does and of all that it reads.
+
+    More than `code_digest`: also the globals that it names, members of modules among them, and the
+    functions there, and theirs; and the values in closures and defaults. For functions that run
+    while a program is made and that no guard of Dynamo's watches.
+
+    Raises:
+        NotCanonicalError: it reads a value that has no form, such as a tensor.
+    """
+    return _digest(_reach_words(function, name_of(function), set()))
+
+
+def _reach_words(value: Any, place: str, seen: set[int]) -> Iterator[str]:
+    """Yield what decides a value that a function reads at `place`, each object once."""
+    if id(value) in seen or is_not_users(value):
+        return
+    if isinstance(value, (types.MethodType, functools.partial, types.FunctionType, type)):
+        seen.add(id(value))
+        yield f"{place}: {code_digest(value)}"
+        functions = _functions_of_class(value) if isinstance(value, type) else made_of(value)
+        held = [Place(None, None, part, place) for part in functions]
+        if isinstance(value, types.FunctionType):
+            held += [*reads_of(value, name_of(value))]
+        elif isinstance(value, functools.partial):
+            held += [Place(None, None, v, place) for v in (*value.args, *value.keywords.values())]
+        elif isinstance(value, types.MethodType):
+            held += [Place(None, None, value.__self__, place)]
+        for part in held:
+            yield from _reach_words(part.value, part.name, seen)
+        return
+    try:
+        yield f"{place}: {json.dumps(canonical(value))}"
+    except (NotCanonicalError, RecursionError) as error:
+        raise NotCanonicalError(f"it reads {place}, and {error}") from None
+
+
+def _functions_of_class(cls: type) -> Iterator[Any]:
+    for base in own_bases(cls):
+        for member in list(vars(base).values()):
+            yield from _functions_in(member)
+
+
+def replaced_functions() -> dict[str, str]:
+    """Return digests of what others have put in the place of torch's functions, by name.
+
+    Raises:
+        NotCanonicalError: one reads a value that has no form.
+    """
+    found = {}
+    for home in _TORCH_HOMES:
+        for key, value in list(vars(home).items()):
+            if isinstance(value, types.FunctionType) and not is_not_users(value):
+                name = f"{home.__name__}.{key}"
+                try:
+                    found[name] = reach_digest(value)
+                except NotCanonicalError as error:
+                    raise NotCanonicalError(f"{name} is replaced by another: {error}") from None
+    return found
+
+
+_TORCH_HOMES = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
 
 
 def is_versioned_class(cls: type) -> bool:

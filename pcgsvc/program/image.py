@@ -11,7 +11,8 @@ import functools
 import itertools
 import json
 import types
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -22,7 +23,7 @@ from pcgsvc.errors import CompileError
 from pcgsvc.forward.results import ResultTree, from_text
 from pcgsvc.forward.specs import SizePredicate, TensorSpec
 from pcgsvc.ops.registry import default_boundaries, find_spec
-from pcgsvc.program.forms import code_digest
+from pcgsvc.program.forms import NotCanonicalError, code_digest, reach_digest
 from pcgsvc.program.guards import StoredGuard
 from pcgsvc.program.pieces import Kind, Partition
 from pcgsvc.program.program import ProgramSpec, program_of
@@ -170,7 +171,43 @@ def op_identity(name: str) -> str:
     kernels = torch_private.op_functions(name) if spec is None else [spec.kernel, spec.fake]
     digests = [code_digest(function) for function in kernels if function is not None]
     schemas = " | ".join(torch_private.op_schemas(packet))
-    return f"{schemas} tags={tags} kernels={digests}"
+    try:
+        baked = _baked_digest(name)
+    except NotCanonicalError:
+        baked = _ONLY_HERE
+    return f"{schemas} tags={tags} kernels={digests} baked={baked}"
+
+
+def unwritable_ops(names: Iterable[str]) -> list[str]:
+    """Return, per op that no other process can compare with its own, why that is."""
+    found = []
+    for name in names:
+        try:
+            _baked_digest(name)
+        except NotCanonicalError as error:
+            found.append(f"operator {name}: {error}")
+    return found
+
+
+def _baked_digest(name: str) -> str | None:
+    """Return a digest of the Python function that says what an op gives while a program is made.
+
+    Raises:
+        NotCanonicalError: it reads what has no form, or only the dispatcher has it.
+    """
+    bodies = torch_private.python_bodies(name)
+    if bodies:
+        raise NotCanonicalError(
+            f"the Python function of torch.library.impl that programs are made with cannot be read "
+            f"back: {', '.join(bodies)}. Write the op with torch.library.custom_op"
+        )
+    spec = find_spec(name)
+    fake = spec.fake if spec is not None else torch_private.op_functions(name)[-1]
+    return None if fake is None else reach_digest(fake)
+
+
+_ONLY_HERE = uuid.uuid4().hex
+"""In place of a digest that cannot be made: equal in no other process."""
 
 
 def custom_ops(document: Document) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from pcgsvc import torch_private
 from pcgsvc.errors import CompileError
 from pcgsvc.forward.specs import Binding
 from pcgsvc.ops.context import current_context
@@ -95,6 +96,9 @@ class Call:
     """Value numbers of written tensors whose first dimension is the row count."""
     row_result: bool = False
     """Whether the op's result is a tensor whose first dimension is the row count."""
+    written_later: bool = False
+    """Whether memory of its tensor arguments or results is written to after it, so that whether a
+    result is new memory or an argument's decides what later pieces read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,18 +245,61 @@ class Direct:
     def splitting(self, call: BoundCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """See `Executor.splitting`."""
         result = call.kernel(*args, **kwargs)
-        zero_padding(padded_tensors(call, args, kwargs, result))
+        written = written_rows(call, args, kwargs)
+        if call.call.row_result:
+            result = apart(result, [args, kwargs])
+            written += tensors_in(result)
+        zero_padding(written)
         return result
 
 
-def padded_tensors(
-    call: BoundCall, args: list[Any], kwargs: dict[str, Any], result: Any
-) -> list[torch.Tensor]:
-    """Return the tensors whose padding rows must be zero after a splitting op."""
-    found = [_argument(call, number, args, kwargs) for number in call.zeroes]
-    if call.call.row_result:
-        found += [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    return found
+def written_rows(call: BoundCall, args: list[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments whose padding rows must be zero after a splitting op."""
+    return [_argument(call, number, args, kwargs) for number in call.zeroes]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors of nested values, in order."""
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+class Memory:
+    """The memory that some tensors' storages occupy."""
+
+    def __init__(self, values: Any) -> None:
+        storages = [t.untyped_storage() for t in tensors_in(values) if _is_dense(t)]
+        self._ranges = {(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages}
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor begins in it."""
+        address = tensor.data_ptr() if _is_dense(tensor) else 0
+        return any(begin <= address < end for begin, end in self._ranges)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and torch_private.has_memory(tensor)
+
+
+def apart(result: Any, inputs: Any, *, always: bool = False) -> Any:
+    """Return a splitting op's row-wise result with copies of what lies in its inputs' memory.
+
+    The padding rows of a result are zeroed, those of an input that the op only reads are not. With
+    no padding rows it is returned as it is, unless the row count is that of later steps (`always`).
+    """
+    if not (always or has_padding()):
+        return result
+    memory = Memory(inputs)
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) and memory.holds(value) else value
+
+    return pytree.tree_map(copied, result)
+
+
+def has_padding() -> bool:
+    """Whether the step has rows that are none of the caller's, as the host knows it."""
+    context = current_context()
+    return context.num_tokens < context.padded_tokens
 
 
 def _argument(call: BoundCall, number: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -269,9 +316,10 @@ def _argument(call: BoundCall, number: int, args: list[Any], kwargs: dict[str, A
 
 def zero_padding(tensors: Sequence[torch.Tensor]) -> None:
     """Zero the rows at and above the step's true row count, as the host knows it."""
-    if tensors and (context := current_context()).num_tokens < context.padded_tokens:
+    if tensors and has_padding():
+        rows = current_context().num_tokens
         for tensor in tensors:
-            tensor[context.num_tokens :].zero_()
+            tensor[rows:].zero_()
 
 
 # ---- partition -> program ------------------------------------------------------------------------
@@ -286,6 +334,7 @@ def program_of(traced: TracedGraph, partition: Partition) -> ProgramSpec:
 
     for node in traced.graph.find_nodes(op="placeholder"):
         number(node)
+    later = _written_later(partition)
     steps: list[Step] = []
     for piece in partition.pieces:
         step = Step(name=piece.name, kind=piece.kind)
@@ -294,7 +343,9 @@ def program_of(traced: TracedGraph, partition: Partition) -> ProgramSpec:
             outputs = tuple(map(number, piece.outputs))
             step = replace(step, piece=piece.hash, inputs=inputs, outputs=outputs)
         else:
-            calls = (_call_of(traced, n, piece.splitting.get(n), number) for n in piece.nodes)
+            calls = [_call_of(traced, n, piece.splitting.get(n), number) for n in piece.nodes]
+            nodes = zip(piece.nodes, calls, strict=True)
+            calls = [replace(call, written_later=node in later) for node, call in nodes]
             step = replace(step, calls=tuple(calls))
         steps.append(step)
     results: Any = traced.graph.output_node().args[0]
@@ -325,6 +376,38 @@ def _call_of(
     made = pytree.tree_leaves(node.meta.get("example_value"))
     row_result = bool(made) and all(map(rows_of, made))
     return replace(call, row_args=tuple(sorted(written)), row_result=row_result)
+
+
+def _written_later(partition: Partition) -> set[torch.fx.Node]:
+    """Return the splitting ops after which memory is written that they may have returned.
+
+    A schema does not say that a result is an argument's memory where it is at some steps only. So
+    storages that a splitting op takes and returns are taken for one, whatever the trace made them.
+    """
+    nodes = [n for piece in partition.pieces for n in piece.nodes]
+    splitting = {n for piece in partition.pieces for n in piece.splitting}
+    group: dict[int, int] = {}
+    """Per storage: the storage that stands for all that may be the same memory."""
+    for node in nodes:
+        made = _storages(node)
+        joined = made | {s for n in node.all_input_nodes for s in _storages(n)}
+        if node in splitting and made:
+            old = {group.get(s, s) for s in joined}
+            group |= dict.fromkeys(joined, first := min(old))
+            group = {s: first if root in old else root for s, root in group.items()}
+    written: set[int] = set()
+    found: set[torch.fx.Node] = set()
+    for node in reversed(nodes):
+        touched = {s for n in (node, *node.all_input_nodes) for s in _storages(n)}
+        if node in splitting and written & {group.get(s, s) for s in touched}:
+            found.add(node)
+        written |= {group.get(s, s) for n in mutated_args(node) for s in _storages(n)}
+    return found
+
+
+def _storages(node: torch.fx.Node) -> set[int]:
+    tensors = tensors_in(node.meta.get("example_value"))
+    return {torch_private.storage_id(t) for t in tensors if t.layout is torch.strided}
 
 
 def _with_dead(steps: list[Step], outputs: Sequence[int]) -> list[Step]:

@@ -324,6 +324,13 @@ class Canonical:
                 outputs.append(("input", inputs[id(leaf)]))
             elif leaf is None or isinstance(leaf, (bool, str)):
                 constants[at] = leaf
+            elif isinstance(leaf, torch.Tensor):
+                name = self.names.get(id(leaf))
+                what = f"the module's own {name!r}" if name else "a tensor that it holds"
+                raise TraceError(
+                    f"result leaf {at}: the forward returns {what} as it is, and a runner's "
+                    "results are copies or memory of its graphs. Return a copy: .clone()."
+                )
             else:
                 way = (
                     " A dataclass may hold its fields and nothing else; or register it with "

@@ -1,0 +1,74 @@
+"""What the key holds of Python functions that run while a program is made."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import pcgsvc
+from pcgsvc.program.forms import NotCanonicalError, reach_digest, replaced_functions
+from pcgsvc.program.image import op_identity, unwritable_ops
+
+
+def _modules(factor: str) -> tuple[Callable[..., torch.Tensor], types.ModuleType]:
+    """Return a function that reaches a factor through a helper of another module."""
+    other = types.ModuleType("baked_other")
+    exec(f"K = {factor}\ndef helper(x): return x * K", vars(other))
+    own = types.ModuleType("baked_own")
+    vars(own)["baked_other"] = other
+    exec("def body(x): return baked_other.helper(x)", vars(own))
+    function: Callable[..., torch.Tensor] = vars(own)["body"]
+    return function, other
+
+
+def test_the_digest_of_a_body_holds_its_helpers_and_their_globals() -> None:
+    one, same, other = (_modules(factor)[0] for factor in ("2.0", "2.0", "3.0"))
+    assert reach_digest(one) == reach_digest(same) != reach_digest(other)
+    body, module = _modules("2.0")
+    before = reach_digest(body)
+    exec("def helper(x): return x + K", vars(module))
+    assert reach_digest(body) != before
+
+
+def test_a_body_that_reads_a_tensor_has_no_digest() -> None:
+    body, module = _modules("2.0")
+    vars(module)["K"] = torch.ones(2)
+    with pytest.raises(NotCanonicalError, match=r"it reads baked_other\.K, and a .*Tensor"):
+        reach_digest(body)
+
+
+def test_a_function_of_torch_s_that_was_replaced_is_in_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert replaced_functions() == {}
+    monkeypatch.setattr(torch.Tensor, "tanh", _modules("2.0")[0])
+    (name,), one = zip(*replaced_functions().items(), strict=True)
+    assert name == "Tensor.tanh"
+    monkeypatch.setattr(torch.Tensor, "tanh", _modules("3.0")[0])
+    assert tuple(replaced_functions().values()) != one
+
+
+def test_an_op_whose_composite_body_only_the_dispatcher_has_is_not_stored() -> None:
+    library = torch.library.Library("baked", "DEF")
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", _modules("2.0")[0], "CompositeImplicitAutograd")
+    (reason,) = unwritable_ops(["baked::op"])
+    assert reason.startswith("operator baked::op: the Python function of torch.library.impl")
+    assert "baked=" in op_identity("baked::op")
+
+
+def test_what_the_fake_of_a_splitting_op_reaches_is_in_its_identity() -> None:
+    body, module = _modules("2.0")
+    pcgsvc.splitting_op("bakedfake::op", fake=body)(_identity)
+    before = op_identity("bakedfake::op")
+    vars(module)["K"] = 3.0
+    assert op_identity("bakedfake::op") != before
+    vars(module)["K"] = torch.ones(2)
+    assert unwritable_ops(["bakedfake::op"])
+
+
+def _identity(x: torch.Tensor) -> torch.Tensor:
+    return x
