@@ -85,7 +85,7 @@ class Runner:
         self._entries = [f"{m.value}:{d.num_tokens}" for m, d in table.entries]
         self._fallbacks: Counter[tuple[int, str]] = Counter()
         self._told: Counter[str] = Counter()
-        self._rows, self._padded = 0, 0
+        self._rows, self._padded, self._autocast_met = 0, 0, False
         static = memory.static_tensors if config.debug.check_addresses else None
         self._weights = Weights(model.module, memory.tensors, static)
         self._plain_batches: dict[int, CheckedBatch] = {}
@@ -465,6 +465,9 @@ class Runner:
     def _no_autocast(self) -> contextlib.AbstractContextManager[Any]:
         kind = self.memory.device.type
         if torch.is_autocast_enabled(kind):
+            if not self._autocast_met:
+                logger.warning("called under torch.autocast, which its graphs do not follow")
+            self._autocast_met = True
             return torch.autocast(kind, enabled=False)
         return contextlib.nullcontext()
 
