@@ -126,7 +126,7 @@ def _without_graphs(row: Mapping[str, Any], trial: Trial) -> str | None:
     if trial.model.predicate.broken_by(step.rows) is None and program_differs(trial, step):
         return COMPILER if trial.config.compiler.name is Compiler.INDUCTOR else BAKED_IN
     step = trial.step(row["size"])
-    if _minds_layout(trial, step):
+    if minds_layout(trial, step):
         return (
             "the module gives other results for the memory layout of a runner's input buffers "
             "than for that of the inputs: it reads strides. Ask for the layout that it needs "
@@ -135,7 +135,7 @@ def _without_graphs(row: Mapping[str, Any], trial: Trial) -> str | None:
     return None
 
 
-def _minds_layout(trial: Trial, step: Step) -> bool:
+def minds_layout(trial: Trial, step: Step) -> bool:
     """Whether the module computes something else on inputs laid out as a runner's buffers."""
     trial.memory.load(step.inputs, step.rows, step.rows)
     buffers = trial.memory.views(step.rows)
