@@ -56,21 +56,21 @@ class Added(nn.Module):
         return self.last(z.sin())
 
 
-def roll_an_operand(graph: torch.fx.Graph) -> None:
-    """Roll the second operand of every addition of tensors by one row: a wrong compiler pass."""
+def double_an_operand(graph: torch.fx.Graph) -> None:
+    """Double the second operand of every addition of tensors: a wrong compiler pass."""
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         other = node.args[1]
         if isinstance(other, torch.fx.Node):
             with graph.inserting_before(node):
-                rolled = graph.call_function(aten.roll.default, (other, [1], [0]))
-            rolled.meta["val"] = other.meta["val"]
-            node.args = (node.args[0], rolled)
+                doubled = graph.call_function(aten.mul.Tensor, (other, 2))
+            doubled.meta["val"] = other.meta["val"]
+            node.args = (node.args[0], doubled)
 
 
 def wrong_config(cache: Path, on_mismatch: str, mode: str = "piecewise") -> Config:
     config = make_config(mode, compiler="inductor")
-    config.compiler.passes = ["roll"]
+    config.compiler.passes = ["double"]
     config.compiler.on_mismatch = OnMismatch(on_mismatch)
     config.cache = CacheConfig(dir=str(cache))
     return config
@@ -82,7 +82,7 @@ def wrong_build(module: nn.Module, config: Config) -> pcgsvc.Runner:
 
 @pytest.fixture
 def wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(passes.PASSES, "roll", GraphPass(run=roll_an_operand))
+    monkeypatch.setitem(passes.PASSES, "double", GraphPass(run=double_an_operand))
 
 
 @pytest.mark.slow
@@ -118,9 +118,10 @@ def test_on_mismatch_eager_runs_the_wrong_piece_uncompiled_cold_and_warm(
             assert f"runs uncompiled: {text}" in caplog.text
             for size in (1, 3, 8, 11):
                 torch.testing.assert_close(runner(rows(size)), module(rows(size)))
-    with pcgsvc.cache.store.Store.open(str(tmp_path)) as store:  # type: ignore[attr-defined]
-        kinds = [entry.kind for entry in store._entries.all()]
-    assert kinds
+    config.partition.splitting_ops = ["check::twice"]  # another program of the same pieces
+    with wrong_build(module, config) as runner:  # of which the wrong one is not in the store
+        found = runner.report["compile"]
+        assert (found["start"], found["num_compiled"], found["num_loaded"]) == ("cold", 1, 1)
 
 
 @pytest.mark.slow

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.check.tolerance import error_of, tolerance_of
 from pcgsvc.check.trial import Step, Trial
 from pcgsvc.config import CompilerConfig
 from pcgsvc.errors import CompileError
+from pcgsvc.partition.fx import ALLOCATIONS
 from pcgsvc.program.pieces import Partition, Piece, graph_module
 from pcgsvc.program.program import CompiledPiece, Direct
-from pcgsvc.trace.nodes import op_names, user_line
+from pcgsvc.trace.nodes import mutated_args, op_names, user_line
 
 Function = Callable[..., Sequence[Any]]
 
@@ -51,7 +53,7 @@ class _Comparison(Direct):
         assert region.hash is not None
         tensors = (a for a in args if isinstance(a, torch.Tensor))
         call = _Call(args, [t for t in tensors if id(t) not in self._constant])
-        found = call.differs(piece, graph_module(region))
+        found = call.differs(piece, region)
         if found is not None and region.hash not in self.wrong:
             node = _op_at_fault(region, call, self._compiler)
             where = f"{op_names(node)[0]} at {user_line(node)}"
@@ -73,19 +75,38 @@ class _Call:
             tensor.copy_(before)
         return function(*self._args)
 
-    def outcome(self, function: Function) -> list[torch.Tensor]:
-        """Return copies of the tensors that a function returns, and of those it may write to."""
-        results = [r.clone() for r in self.run(function) if isinstance(r, torch.Tensor)]
-        return [*results, *(tensor.clone() for tensor, _ in self._written)]
+    def differs(self, compiled: Function, region: Piece) -> tuple[float, float] | None:
+        """Return error and tolerance if a function does not compute what a region does."""
+        compared, ops = _compared(region), graph_module(region)
 
-    def differs(self, one: Function, other: Function) -> tuple[float, float] | None:
-        """Return error and tolerance if two functions do not compute the same."""
-        got, wanted = self.outcome(one), self.outcome(other)
+        def outcome(function: Function) -> list[torch.Tensor]:
+            """Return copies of the results, and of the arguments that may be written to."""
+            results = self.run(function)
+            kept = [results[at].clone() for at in compared]
+            return [*kept, *(tensor.clone() for tensor, _ in self._written)]
+
+        got, wanted = outcome(compiled), outcome(ops)
         if not wanted:
             return None
         error = error_of(got, wanted)
-        tolerance = tolerance_of(wanted, error, lambda: self.outcome(other))
+        tolerance = tolerance_of(wanted, error, lambda: outcome(ops))
         return (error, tolerance) if error > tolerance else None
+
+
+def _compared(region: Piece) -> list[int]:
+    """Return the places of a region's results that are tensors it has written."""
+    made = [n for n in region.nodes if op_names(n)[0].split("::")[-1] in ALLOCATIONS]
+    empty = {_storage(n) for n in made}
+    empty -= {_storage(a) for n in region.nodes for a in mutated_args(n)}
+    return [
+        at
+        for at, node in enumerate(region.outputs)
+        if isinstance(node.meta["example_value"], torch.Tensor) and _storage(node) not in empty
+    ]
+
+
+def _storage(node: torch.fx.Node) -> int:
+    return torch_private.storage_id(node.meta["example_value"])
 
 
 def _op_at_fault(region: Piece, call: _Call, compiler: CompilerConfig) -> torch.fx.Node:
@@ -120,6 +141,6 @@ def _is_wrong(beginning: Piece, call: _Call, compiler: CompilerConfig) -> bool:
     from pcgsvc.compilers.inductor import compile_piece
 
     try:
-        return call.differs(compile_piece(beginning, compiler), graph_module(beginning)) is not None
+        return call.differs(compile_piece(beginning, compiler), beginning) is not None
     except CompileError:
         return False

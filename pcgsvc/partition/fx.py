@@ -30,7 +30,7 @@ from pcgsvc.trace.rows import Document, digest, encode_row
 
 _REGISTERED = "registered splitting op"
 """Why an op is cut at that nobody has said more of."""
-_ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _VIEWS = set(
     [
         "view",
@@ -220,7 +220,7 @@ def _is_inline(node: torch.fx.Node) -> bool:
     if isinstance(value, (int, torch.SymInt, torch.Size)):
         return True
     name = op_names(node)[0].split("::")[-1]
-    if name in _ALLOCATIONS:
+    if name in ALLOCATIONS:
         return True
     source = node.args[0] if node.args else None
     if name not in _VIEWS or not isinstance(source, torch.fx.Node):
