@@ -630,3 +630,26 @@ def test_fake_modules_can_be_converted_where_they_are_swappable() -> None:
             module.to(torch.bfloat16)
             assert module.weight.dtype is torch.bfloat16
     assert block.fake_tensor_converter.meta_converter.tensor_memo is memo
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def test_set_grad_turns_gradients_off_and_on() -> None:
+    private.set_grad(False)
+    assert not torch.is_grad_enabled()
+    private.set_grad(True)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.gpu
+def test_streams_and_devices_are_known_by_number() -> None:
+    torch.cuda.init()
+    assert private.current_device() == torch.cuda.current_device()
+    default, side = torch.cuda.default_stream(), torch.cuda.Stream()
+    assert private.current_raw_stream(0) == default.cuda_stream
+    with torch.cuda.stream(side):
+        assert private.current_raw_stream(0) == side.cuda_stream
+    assert not private.is_external_stream(default)
+    assert not private.is_external_stream(side)
+    assert private.is_external_stream(torch.cuda.ExternalStream(side.cuda_stream))

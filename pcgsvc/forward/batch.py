@@ -8,6 +8,7 @@ Shapes: T = rows with padding, R = most requests, B = KV blocks per request.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,9 +112,7 @@ def check_batch(
     seq_lens = query_lens
     if batch.seq_lens is not None:
         seq_lens = _lengths("seq_lens", batch.seq_lens)
-        if len(seq_lens) != len(query_lens) or any(
-            s < q for s, q in zip(seq_lens, query_lens, strict=True)
-        ):
+        if len(seq_lens) != len(query_lens) or any(map(operator.lt, seq_lens, query_lens)):
             raise BatchError(
                 f"batch.seq_lens: got {seq_lens} with query_lens {query_lens}; one length per "
                 "request is needed, its new tokens included."
@@ -155,6 +154,8 @@ def refuse_lost_context(batch: CheckedBatch) -> None:
 
 def _lengths(name: str, given: Any) -> list[int]:
     values = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray)) else given
+    if type(values) is list and set(map(type, values)) == {int} and min(values) > 0:
+        return values.copy()
     if not isinstance(values, Iterable):
         raise BatchError(f"batch.{name}: got {given!r}, a list of lengths is needed.")
     values = list(values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,15 @@ from pcgsvc.forward.process import BUILD_LOCK
 from pcgsvc.forward.specs import Binding, InputSpec
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.context import ForwardContext
+
+
+class _Load(NamedTuple):
+    """How the inputs of a call of one row count get into the buffers of one size."""
+
+    targets: list[tuple[str, torch.Tensor]]
+    """Views of the true rows, by input name."""
+    padding: list[torch.Tensor]
+    """Views of all other rows."""
 
 
 class Workspace:
@@ -50,6 +59,11 @@ class Workspace:
         self.stream = stream
         """The stream that everything of this runner runs on; None on the CPU."""
         self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self._loads: dict[tuple[int, int], _Load] = {}
+        self._padded: _Load | None = None
+        """The last load; the padding rows that it left zero are zero still."""
+        self._step: tuple[CheckedBatch, int, int | None, bool, ForwardContext] | None = None
+        """The last step of a batch that is kept: its metadata is in the buffers."""
 
     def step_buffers(self, max_tokens: int, max_reqs: int) -> StepBuffers:
         """Return metadata buffers of another size, for a call that fits no captured entry."""
@@ -87,15 +101,27 @@ class Workspace:
 
     def load(self, inputs: Mapping[str, torch.Tensor], num_tokens: int, size: int) -> None:
         """Copy a call's inputs into the static buffers; padding rows become zero."""
+        load = self._loads.get((num_tokens, size))
+        if load is None:
+            load = self._loads[num_tokens, size] = self._plan_load(num_tokens, size)
+        for name, target in load.targets:
+            target.copy_(inputs[name], non_blocking=True)
+        if load is not self._padded:
+            for tail in load.padding:
+                tail.zero_()
+            self._padded = load
+
+    def _plan_load(self, num_tokens: int, size: int) -> _Load:
+        """Return where the rows of a call go, and which rows are padding then."""
         views = self.views(size)
-        for spec in self.inputs:
-            view, given = views[spec.name], inputs[spec.name]
-            if not spec.dims or num_tokens == size:
-                view.copy_(given, non_blocking=True)
-                continue
-            spec.cut(view, num_tokens).copy_(given, non_blocking=True)
-            for dim in spec.dims:
-                view.narrow(dim, num_tokens, size - num_tokens).zero_()
+        cut = {s.name: s.cut(views[s.name], num_tokens) for s in self.inputs}
+        padding = [
+            views[spec.name].narrow(dim, num_tokens, size - num_tokens)
+            for spec in self.inputs
+            for dim in spec.dims
+            if num_tokens < size
+        ]
+        return _Load(list(cut.items()), padding)
 
     def context(
         self,
@@ -105,17 +131,29 @@ class Workspace:
         *,
         in_full_graph: bool = False,
     ) -> ForwardContext:
-        """Fill the metadata of one step, have the attention plan it, and return its context."""
+        """Fill the metadata of one step, have the attention plan it, and return its context.
+
+        Nothing is done anew for the same kept batch twice in a row, where no attention plans.
+        """
+        last = self._step
+        if (
+            last is not None
+            and last[0] is batch
+            and last[1:4] == (size, uniform_query_len, in_full_graph)
+        ):
+            return last[4]
         self.step.fill(batch, size)
         context = self.step.context(
             batch, size, self.attention, uniform_query_len, in_full_graph=in_full_graph
         )
+        kept = batch.images is not None and self.attention is None
+        self._step = (batch, size, uniform_query_len, in_full_graph, context) if kept else None
         return self._planned(context)
 
     def unpadded_context(self, batch: CheckedBatch) -> ForwardContext:
         """Return a context without padding; buffers of its own if the static ones are short."""
         rows, reqs = batch.num_tokens, len(batch.query_lens)
-        step = self.step
+        step, self._step = self.step, None
         if rows > step.max_tokens or reqs > step.max_reqs:
             step = self.step_buffers(max(rows, step.max_tokens), max(reqs, step.max_reqs))
         step.fill(batch, rows)
@@ -150,7 +188,8 @@ class Workspace:
         stream, self.stream = self.stream, None
         BUILD_LOCK.give_stream(stream)
         self.attention, self.step = None, None  # type: ignore[assignment]
-        for held in (self.tensors, self.buffers, self._views):
+        self._step = self._padded = None
+        for held in (self.tensors, self.buffers, self._views, self._loads):
             held.clear()
 
     def static_tensors(self) -> dict[str, torch.Tensor]:

@@ -60,6 +60,11 @@ class CompiledModel:
         return self.image.mutated
 
     @cached_property
+    def reads_metadata(self) -> bool:
+        """Whether anything in it may read the step's context; torch's own ops do not."""
+        return not all(name.startswith(("aten::", "prims::")) for name in self.image.ops)
+
+    @cached_property
     def outputs(self) -> OutputPlan:
         """How the forward's result is put together from graph results."""
         return OutputPlan(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ class OutputPlan:
     specs: list[TensorSpec]
     """Per graph result."""
 
+    @cached_property
+    def is_one_tensor(self) -> bool:
+        """Whether the forward returns the graph's first result, as it is."""
+        return self.tree.is_leaf and self.leaves == [("graph", 0)]
+
     def cut(self, results: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
         """Return the true rows of graph results, as views."""
         pairs = zip(results, self.specs, strict=True)
@@ -35,7 +41,7 @@ class OutputPlan:
 
     def build(self, results: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:
         """Return the forward's result with its own structure."""
-        if self.tree.is_leaf and self.leaves == [("graph", 0)]:
+        if self.is_one_tensor:
             return results[0]
         given = list(inputs.values())
         tensors = iter(results[i] if k == "graph" else given[i] for k, i in self.leaves)

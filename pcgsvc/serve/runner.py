@@ -6,16 +6,16 @@ replays, cuts. Knows nothing of how any of it was built, and of no model in part
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import EntryKey
 from pcgsvc.capture.session import Entry
@@ -24,7 +24,6 @@ from pcgsvc.errors import BatchError, PcgError, UncoveredError
 from pcgsvc.events import log_event
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch, refuse_lost_context
 from pcgsvc.forward.request import Request
-from pcgsvc.forward.results import tensors_in
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import reset_context, set_context, use_context
@@ -34,6 +33,7 @@ from pcgsvc.program.program import Direct
 from pcgsvc.serve.dispatch import Dispatch, DispatchTable
 from pcgsvc.serve.embed import embed
 from pcgsvc.serve.generate import generate
+from pcgsvc.serve.streams import CallOrder
 from pcgsvc.serve.weights import LoadedState, Weights
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class Runner:
     """Runs a model with piecewise or full graphs.
 
     Safe to call from any thread (calls are serialised) and from any CUDA stream: the work runs on
-    the runner's own stream, which waits for the caller's, and the caller's waits for it. Results
-    are the caller's own (`outputs=clone`), or alias graph memory until the next call of this runner
+    the caller's stream, which waits for the call before where that was on another one. Results are
+    the caller's own (`outputs=clone`), or alias graph memory until the next call of this runner
     (`outputs=view`). Use as a context manager, or `close()`.
     """
 
@@ -88,7 +88,10 @@ class Runner:
         self._rows, self._padded, self._autocast_met = 0, 0, False
         static = memory.static_tensors if config.debug.check_addresses else None
         self._weights = Weights(model.module, memory.tensors, static)
-        self._plain_batches: dict[int, CheckedBatch] = {}
+        self._plain_calls: dict[int, tuple[CheckedBatch, bool, EntryKey | None]] = {}
+        """What calls without a batch are served by, by row count."""
+        self._shapes: list[dict[torch.Size, int]] = [{} for _ in memory.inputs]
+        """Shapes that each input was found to fit with, and the row count that they mean."""
         self._names = [spec.name for spec in memory.inputs]
         self._in_order = model.arguments.by_position
         clone = config.outputs is Outputs.CLONE
@@ -96,9 +99,9 @@ class Runner:
         """The graph results that a call clones."""
         self._poison = config.debug.poison
         self._query_len = config.capture.uniform_query_len
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if memory.stream is not None:
-            self._events = (torch.cuda.Event(), torch.cuda.Event())
+        self._device_type = memory.device.type
+        self._order = None if memory.stream is None else CallOrder(memory.stream)
+        self._replays: dict[EntryKey, _Replay] = {}
 
     # -- calls --
 
@@ -121,37 +124,39 @@ class Runner:
             StaleAddressError: a weight's memory was replaced since capture.
             PcgError: the runner is closed, or a splitting op of its own model called it.
         """
-        with self.lock, torch.no_grad():
+        with self.lock:
             if self._running:
                 raise PcgError(
                     "the runner was called by a splitting op of a call that it is still busy with; "
                     "both would use the same buffers. Build another runner for the inner model."
                 )
-            self._running = True
+            self._running, grad = True, torch.is_grad_enabled()
+            if grad:
+                torch_private.set_grad(False)
             try:
                 return self._call(args, kwargs, batch)
             finally:
                 self._running = False
+                if grad:
+                    torch_private.set_grad(True)
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch | CheckedBatch | None
     ) -> Any:
         self.ensure_open()
         inputs, num_tokens = self._bind(args, kwargs)
-        checked = self._check(batch, num_tokens)
-        uniform = self.dispatch.is_uniform(checked.query_lens)
-        key = self.dispatch.find(num_tokens, len(checked.query_lens), uniform)
+        checked, uniform, key = self._find(batch, num_tokens)
         if key is None:
             self._count_uncovered(checked, uniform)
         self._weights.check()
         self._calls[num_tokens, uniform] += 1
-        if key is None and not self.dispatch.is_valid(num_tokens):
-            return self._run_itself(inputs, checked)
-        if self.memory.stream is None and not torch.is_autocast_enabled("cpu"):
-            results = self._execute(key, inputs, checked)
-        else:
-            results = self._execute_apart(key, inputs, checked)
-        return self.model.outputs.build(results, inputs)
+        order = self._order
+        if order is None and not torch.is_autocast_enabled("cpu"):
+            return self._execute(key, inputs, checked)
+        if order is not None and torch_private.current_device() != order.index:
+            with torch.cuda.device(order.index):
+                return self._execute_apart(key, inputs, checked)
+        return self._execute_apart(key, inputs, checked)
 
     def plan(self, num_tokens: int, query_lens: Sequence[int] | None = None) -> Dispatch:
         """Return what a batch of `num_tokens` rows would run, and why; runs nothing.
@@ -197,8 +202,14 @@ class Runner:
         """
         with self.lock:
             self.ensure_open()
-            with self._on_stream():
-                return self._weights.load(state, strict=strict, stream=self.memory.stream)
+            if self._order is None:
+                return self._weights.load(state, strict=strict)
+            with torch.cuda.device(self._order.index):
+                self._order.enter()
+                try:
+                    return self._weights.load(state, strict=strict)
+                finally:
+                    self._order.leave()
 
     # -- inspection --
 
@@ -268,11 +279,12 @@ class Runner:
                 words = "%d calls ran without a graph: %s"
                 fields = {"reason": reason, "calls": calls}
                 log_event(logger, logging.INFO, "fallbacks", words, calls, reason, **fields)
-            if self.memory.stream is not None:
-                self.memory.stream.synchronize()
+            if self._order is not None:
+                self._order.synchronize()
+            self._replays.clear()
             self.table.entries.clear()
             self.memory.close()
-            self._plain_batches.clear()
+            self._plain_calls.clear()
             self._at_close()
             del self.request, self.model, self.memory, self.table, self._weights
 
@@ -299,54 +311,68 @@ class Runner:
 
     # -- one step --
 
+    def _find(
+        self, batch: Batch | CheckedBatch | None, num_tokens: int
+    ) -> tuple[CheckedBatch, bool, EntryKey | None]:
+        """Return the checked batch, whether it is uniform, and the entry that serves it.
+
+        What a call without a batch means is worked out once per row count.
+        """
+        if batch is None:
+            found = self._plain_calls.get(num_tokens)
+            if found is not None:
+                return found
+        checked = self._check(batch, num_tokens)
+        uniform = self.dispatch.is_uniform(checked.query_lens)
+        key = self.dispatch.find(num_tokens, len(checked.query_lens), uniform)
+        if batch is None and num_tokens <= self.memory.max_tokens:
+            checked.images = {}
+            self._plain_calls[num_tokens] = checked, uniform, key
+        return checked, uniform, key
+
     def _check(self, batch: Batch | CheckedBatch | None, num_tokens: int) -> CheckedBatch:
-        """Check a batch; what a call without one means is worked out once per row count."""
         if isinstance(batch, CheckedBatch):
             if batch.num_tokens != num_tokens:
                 raise BatchError(
                     f"batch: of {batch.num_tokens} rows; the inputs have {num_tokens}."
                 )
             return batch
-        if batch is not None:
-            given = check_batch(batch, num_tokens, self.memory.geometry)
-            if batch.block_tables is None:
-                refuse_lost_context(given)
-            return given
-        checked = self._plain_batches.get(num_tokens)
-        if checked is None:
-            checked = check_batch(None, num_tokens, self.memory.geometry)
-            if num_tokens <= self.memory.max_tokens:
-                checked.images = {}
-                self._plain_batches[num_tokens] = checked
+        checked = check_batch(batch, num_tokens, self.memory.geometry)
+        if batch is not None and batch.block_tables is None:
+            refuse_lost_context(checked)
         return checked
 
     def _execute_apart(
-        self,
-        key: EntryKey | None,
-        inputs: dict[str, torch.Tensor],
-        batch: CheckedBatch,
-    ) -> list[torch.Tensor]:
-        """Execute on the runner's stream and outside the caller's autocast."""
-        with self._no_autocast(), self._on_stream() as caller:
-            results = self._execute(key, inputs, batch)
-            if caller is not None:
-                for result in results:
-                    result.record_stream(caller)
-        return results
+        self, key: EntryKey | None, inputs: dict[str, torch.Tensor], batch: CheckedBatch
+    ) -> Any:
+        """Execute after the call before, and outside the caller's autocast."""
+        order = self._order
+        if order is not None:
+            order.enter()
+        try:
+            if not torch.is_autocast_enabled(self._device_type):
+                return self._execute(key, inputs, batch)
+            if not self._autocast_met:
+                logger.warning("called under torch.autocast, which a runner does not follow")
+                self._autocast_met = True
+            with torch.autocast(self._device_type, enabled=False):
+                return self._execute(key, inputs, batch)
+        finally:
+            if order is not None:
+                order.leave()
 
     def _execute(
-        self,
-        key: EntryKey | None,
-        inputs: dict[str, torch.Tensor],
-        batch: CheckedBatch,
-    ) -> list[torch.Tensor]:
-        if key is None:
+        self, key: EntryKey | None, inputs: dict[str, torch.Tensor], batch: CheckedBatch
+    ) -> Any:
+        if key is not None:
+            results = self._replay(key, inputs, batch)
+        elif self.dispatch.is_valid(batch.num_tokens):
             results = self._run_uncaptured(inputs, batch)
         else:
-            results = self._replay(key, inputs, batch)
+            return self._run_itself(inputs, batch)
         for at in self._cloned:
             results[at] = results[at].clone()
-        return results
+        return self.model.outputs.build(results, inputs)
 
     def _bind(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -358,8 +384,16 @@ class Runner:
         else:
             given = self.model.arguments.bind(args, kwargs)
         num_tokens = -1
-        for spec in specs:
-            num_tokens = _check_input(self.memory, spec, given[spec.name], num_tokens)
+        for spec, shapes in zip(specs, self._shapes, strict=True):
+            value = given[spec.name]
+            if type(value) is torch.Tensor and value.dtype is spec.example.dtype:
+                rows = shapes.get(value.shape)
+                if rows is not None and num_tokens in (-1, rows):
+                    num_tokens = rows
+                    continue
+            num_tokens = _check_input(self.memory, spec, value, num_tokens)
+            if spec.dims and num_tokens <= self.memory.max_tokens:
+                shapes[value.shape] = num_tokens
         return given, num_tokens
 
     def _replay(
@@ -368,24 +402,30 @@ class Runner:
         inputs: dict[str, torch.Tensor],
         batch: CheckedBatch,
     ) -> list[torch.Tensor]:
-        mode, descriptor = key
-        size, rows = descriptor.num_tokens, batch.num_tokens
-        entry = self.table.entries[key]
+        replay = self._replays.get(key)
+        if replay is None:
+            entry = self.table.entries[key]
+            replay = self._replays[key] = _Replay(key, entry, self.model)
+        size, rows = replay.size, batch.num_tokens
         if self._poison:
-            _poison(self.table, entry)
-        memory = self.memory
-        memory.load(inputs, rows, size)
-        query_len = self._query_len if descriptor.uniform else None
-        token = set_context(memory.context(batch, size, query_len, in_full_graph=mode is Mode.FULL))
-        try:
-            for step in entry.steps:
+            _poison(self.table, replay.entry)
+        self.memory.load(inputs, rows, size)
+        if replay.reads_metadata:
+            query_len = self._query_len if replay.uniform else None
+            context = self.memory.context(batch, size, query_len, in_full_graph=replay.is_full)
+            token = set_context(context)
+            try:
+                for step in replay.steps:
+                    step()
+            finally:
+                reset_context(token)
+        else:
+            for step in replay.steps:
                 step()
-        finally:
-            reset_context(token)
-        self._hits[f"{mode.value}:{size}"] += 1
+        self._hits[replay.name] += 1
         self._rows += rows
         self._padded += size - rows
-        return self.model.outputs.cut(entry.outputs, rows) if rows < size else list(entry.outputs)
+        return replay.results(rows)
 
     def _run_uncaptured(
         self, inputs: dict[str, torch.Tensor], batch: CheckedBatch
@@ -405,13 +445,8 @@ class Runner:
         """
         moved = {k: v.to(self.memory.device) for k, v in inputs.items()}
         self._rows += batch.num_tokens
-        with self._no_autocast(), self._on_stream() as caller:
-            with use_context(self.memory.unpadded_context(batch)):
-                result = self.model.module(**moved, **self.model.arguments.constants)
-            if caller is not None:
-                for tensor in tensors_in(result):
-                    tensor.record_stream(caller)
-        return result
+        with use_context(self.memory.unpadded_context(batch)):
+            return self.model.module(**moved, **self.model.arguments.constants)
 
     def _count_uncovered(self, batch: CheckedBatch, uniform: bool) -> None:
         rows, reqs = batch.num_tokens, len(batch.query_lens)
@@ -439,37 +474,28 @@ class Runner:
                 uniform=uniform,
             )
 
-    # -- surroundings --
 
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[torch.cuda.Stream | None]:
-        """Run a block on the runner's stream, ordered with the caller's; yield the caller's."""
-        stream = self.memory.stream
-        if stream is None or self._events is None:
-            yield None
-            return
-        caller = torch.cuda.current_stream(self.memory.device)
-        if caller == stream:
-            yield None
-            return
-        before, after = self._events
-        before.record(caller)
-        stream.wait_event(before)
-        with torch.cuda.stream(stream):
-            try:
-                yield caller
-            finally:
-                after.record(stream)
-                caller.wait_event(after)
+class _Replay:
+    """What a call needs of one entry, looked up once."""
 
-    def _no_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        kind = self.memory.device.type
-        if torch.is_autocast_enabled(kind):
-            if not self._autocast_met:
-                logger.warning("called under torch.autocast, which its graphs do not follow")
-            self._autocast_met = True
-            return torch.autocast(kind, enabled=False)
-        return contextlib.nullcontext()
+    def __init__(self, key: EntryKey, entry: Entry, model: CompiledModel) -> None:
+        mode, descriptor = key
+        self.entry, self.steps, self.size = entry, entry.steps, descriptor.num_tokens
+        self.name = f"{mode.value}:{descriptor.num_tokens}"
+        """Under which the entry is counted."""
+        self.is_full, self.uniform = mode is Mode.FULL, descriptor.uniform
+        self.reads_metadata = model.reads_metadata
+        self._outputs = model.outputs
+        self._cut: dict[int, list[torch.Tensor]] = {}
+
+    def results(self, rows: int) -> list[torch.Tensor]:
+        """Return views of the true rows of the entry's results, in a list of the caller's."""
+        found = self._cut.get(rows)
+        if found is None:
+            whole = self.entry.outputs
+            found = whole if rows == self.size else self._outputs.cut(whole, rows)
+            self._cut[rows] = found
+        return list(found)
 
 
 def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: int) -> int:

@@ -23,7 +23,7 @@ from pcgsvc.forward.objects import places_of
 # Not of buffers: a forward may assign those, and Dynamo would trace the hook into another's graph.
 _HOOKS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
 _TURN = 8
-"""Tensors, and places that hold some, that are compared at each call."""
+"""Tensors, or places that hold some, that are compared at each call."""
 
 
 class LoadedState(NamedTuple):
@@ -130,13 +130,7 @@ class Weights:
 
     # -- new values --
 
-    def load(
-        self,
-        state: Mapping[str, Any],
-        *,
-        strict: bool,
-        stream: torch.cuda.Stream | None,
-    ) -> LoadedState:
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> LoadedState:
         """Write new values into the module's tensors, all of them or none; see `Runner`."""
         module = self._module
         if not isinstance(module, torch.nn.Module):
@@ -158,8 +152,6 @@ class Weights:
         for (target, _), value in zip(pairs, values, strict=True):
             with torch.inference_mode(target.is_inference()), torch.no_grad():
                 target.copy_(value)
-            if stream is not None and value.is_cuda:
-                value.record_stream(stream)
         return result
 
 
