@@ -173,6 +173,13 @@ def dynamo_errors() -> tuple[type[Exception], ...]:
     return (TorchDynamoException, ConstraintViolationError)
 
 
+def is_op_failure(error: BaseException | None) -> bool:
+    """Return whether Dynamo stopped at an op that refused its fake arguments, as a size misfit."""
+    from torch._dynamo.exc import TorchRuntimeError
+
+    return isinstance(error, TorchRuntimeError)
+
+
 def side_effects() -> list[str]:
     """Return the sources whose Python state the running trace changes (inside a backend hook).
 

@@ -228,26 +228,6 @@ def test_a_forward_that_asks_whether_it_is_traced_is_found_in_every_mode() -> No
     build(forward, mode="none", self_check=False).close()
 
 
-def test_a_forward_that_minds_strides_is_told_apart() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    with build(forward) as runner:
-
-        def module(x: torch.Tensor) -> torch.Tensor:
-            return x * 2 if x.is_contiguous() else x * 3
-
-        trial = Trial.of(replace(runner.model, module=module), runner.memory, runner.request)
-        with torch.no_grad():
-            entry = causes.of_entry(row(), None, runner.memory, trial)
-            assert "only the replay" in entry
-
-            step = trial.step(4)
-            turned = {"x": step.inputs["x"].t().contiguous().t()}
-            assert causes.minds_layout(trial, replace(step, inputs=turned))
-            assert not causes.minds_layout(trial, step)
-
-
 # ---- plain execution is not one thing ------------------------------------------------------------
 
 

@@ -95,8 +95,18 @@ def test_dynamo_errors_are_what_an_untraceable_forward_raises() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x
 
-    with pytest.raises(private.dynamo_errors()):
+    with pytest.raises(private.dynamo_errors()) as caught:
         traced(forward, torch.ones(2))
+    assert not private.is_op_failure(caught.value)
+
+
+def test_an_op_failure_is_one_of_sizes_that_do_not_fit() -> None:
+    table = torch.ones(8, 3)
+    x = torch.ones(11, 3)
+    private.mark_dynamic(x, 0)
+    with pytest.raises(private.dynamo_errors()) as caught:
+        traced(lambda x: x + table[: x.shape[0]], x)
+    assert private.is_op_failure(caught.value)
 
 
 def test_tracing_shape_env_is_the_running_trace_s() -> None:

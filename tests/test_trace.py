@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from core_helpers import WIDTH, Toy, attended, rows, toy, trace_of
+from core_helpers import WIDTH, Toy, attended, build, rows, toy, trace_of
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -602,3 +602,45 @@ def test_storages_in_the_graph_show_what_aliases_what() -> None:
     nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
     ids = {torch_private.storage_id(n.meta["example_value"]) for n in nodes}
     assert len(ids) == 1
+
+
+@pytest.mark.parametrize("table_rows", [12, 8, 4, 3])
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, x: x + table[: x.shape[0]],
+        lambda table, x: torch.cat([x, table.narrow(0, 0, x.shape[0])], -1),
+    ],
+    ids=["slice", "narrow"],
+)
+def test_a_table_of_fewer_rows_than_the_usual_trace_is_traced_at_fewer(
+    look_up: Callable[..., torch.Tensor], table_rows: int
+) -> None:
+    class Model(nn.Module):
+        table: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(table_rows, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return look_up(self.table, x)
+
+    module = Model().eval()
+    traced = trace_of(module)
+    assert 1 < traced.size < table_rows
+    fits = [s for s in range(2, 20) if traced.predicate.broken_by(s) is None]
+    assert fits == list(range(2, table_rows + 1))
+    with build(module, sizes=[2, 16]) as runner:
+        for num in range(1, table_rows + 1):
+            x = rows(num)
+            assert torch.equal(runner(x), look_up(module.table, x))
+        assert runner.table.skipped.keys() == {16}
+
+
+def test_a_model_that_fits_no_row_count_is_refused_with_the_first_misfit() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.ones(WIDTH + 1, 2)
+
+    with pytest.raises(TraceError, match=r"test_trace\.py:\d+ in forward"):
+        trace_of(forward)

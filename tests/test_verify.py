@@ -8,10 +8,11 @@ import pytest
 import test_app
 import torch
 from cli_helpers import Cli
+from core_helpers import WIDTH, build, rows
 
 import pcgsvc
 from pcgsvc.config import Mode
-from pcgsvc.errors import VerifyError
+from pcgsvc.errors import UncoveredError, VerifyError
 
 cli = test_app.cli
 """The fixture."""
@@ -126,3 +127,156 @@ def test_a_run_verifies_though_the_self_check_is_off(target: str, cli: Cli) -> N
     done = cli(*off)
     assert done.code == 1
     assert done.reports[0]["config"]["capture"]["self_check"] is False
+
+
+# -- what calls do: zeros, layouts, one tensor twice, no gradients --
+
+
+def pads_like_zero_rows(x: torch.Tensor) -> torch.Tensor:
+    return x + (x == 0).all(1).any() * 100.0
+
+
+def nan_aware(x: torch.Tensor) -> torch.Tensor:
+    return x - x.nanmean(0, keepdim=True)
+
+
+def hides_zeros_and_nan(x: torch.Tensor) -> torch.Tensor:
+    return x + x.nan_to_num(0.0).abs().amax(0)
+
+
+class Counts(torch.nn.Module):
+    count: torch.Tensor
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.masked = masked
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = x[:, 0] <= 0  # false for NaN, and true for the zeros of a call
+        self.count.add_((low & pcgsvc.true_rows(x) if self.masked else low).sum())
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "padding"),
+    [
+        (pads_like_zero_rows, "zeros"),
+        (nan_aware, "zeros"),
+        (hides_zeros_and_nan, "large values"),
+        (Counts(masked=False).eval(), "zeros"),
+    ],
+)
+def test_padding_that_one_kind_of_junk_would_hide_is_found_and_named(
+    forward: Any, padding: str
+) -> None:
+    with pytest.raises(VerifyError, match=padding) as caught:
+        build(forward, rows(6), sizes=[1, 4, 8])
+    assert caught.value.report is not None
+    found = {row["size"]: row for row in caught.value.report["verify"]}
+    assert list(found) == [8, 4, 1]
+    assert found[8]["padding"].endswith(padding)
+    assert found[1]["padding"] is None
+    assert found[1]["ok"]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: torch.where((x == 0).all(1, keepdim=True), x - 1, x * 2),
+        lambda x: torch.nan_to_num(x) + 1,
+        Counts(masked=True).eval(),
+    ],
+    ids=["zero rows kept", "nan_to_num", "masked count"],
+)
+def test_rows_that_look_at_themselves_alone_are_accepted(forward: Any) -> None:
+    with build(forward, rows(6), sizes=[1, 4, 8]) as runner:
+        for num in (1, 3, 6):
+            x = rows(num).abs()
+            assert torch.equal(runner(x), forward(x))
+        assert not isinstance(forward, Counts) or forward.count == 0
+
+
+def images(num: int) -> torch.Tensor:
+    return torch.randn(num, 3, 4, 4).to(memory_format=torch.channels_last)
+
+
+def asks_for_channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.is_contiguous(memory_format=torch.channels_last) else x * 3
+
+
+def asks_for_strides(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.stride(0) < x.stride(-1) else x * 3
+
+
+@pytest.mark.parametrize(
+    ("forward", "example", "same", "other"),
+    [
+        (asks_for_channels_last, images(6), images(5), images(5).contiguous()),
+        (asks_for_channels_last, images(6).contiguous(), images(5).contiguous(), images(5)),
+        (asks_for_strides, rows(WIDTH).t(), torch.randn(WIDTH, 5).t(), rows(5)),
+    ],
+    ids=["channels_last", "contiguous", "transposed"],
+)
+def test_a_forward_that_asks_for_the_layout_gets_that_of_the_call(
+    forward: Any, example: torch.Tensor, same: torch.Tensor, other: torch.Tensor
+) -> None:
+    with build(forward, example, sizes=[4, 8]) as runner:
+        assert torch.equal(runner(same), forward(same))
+        assert runner.stats()["fallbacks"] == []
+        assert torch.equal(runner(other), forward(other))
+        (fallback,) = runner.stats()["fallbacks"]
+        assert "x: the memory layout is not the example's" in fallback["reason"]
+        assert (fallback["num_tokens"], fallback["count"]) == (5, 1)
+
+
+def test_a_forward_that_does_not_ask_takes_any_layout_and_keeps_the_example_s() -> None:
+    with build(lambda x: x * 2, images(6), sizes=[4, 8]) as runner:
+        for x in (images(5), images(5).contiguous(), images(12).contiguous()):
+            result = runner(x)
+            assert torch.equal(result, x * 2)
+            assert result.is_contiguous(memory_format=torch.channels_last)
+        (fallback,) = runner.stats()["fallbacks"]
+        assert fallback["num_tokens"] == 12
+
+
+def test_strides_that_depend_on_the_row_count_are_refused_by_their_name() -> None:
+    def reads_memory(x: torch.Tensor) -> torch.Tensor:
+        return x.as_strided((x.shape[0], 2), (3, 1)) + 0
+
+    with pytest.raises(VerifyError, match=r"the memory layout of \['x'\]"):
+        build(reads_memory, torch.randn(WIDTH, 6).t(), sizes=[4, 8])
+
+
+def test_a_tensor_passed_twice_is_one_tensor_to_a_forward_that_asks() -> None:
+    def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * 2 if a is b else a + b * 3
+
+    x, y = rows(3), rows(3)
+    with build(same, (rows(6), rows(6)), {"a": 0, "b": 0}, sizes=[4, 8]) as runner:
+        assert torch.equal(runner(x, y), same(x, y))
+        assert runner.stats()["fallbacks"] == []
+        assert torch.equal(runner(x, x), x * 2)
+        (fallback,) = runner.stats()["fallbacks"]
+        assert "one tensor is passed twice" in fallback["reason"]
+    with build(lambda a, b: a + b * 3, (x, x), {"a": 0, "b": 0}, sizes=[4, 8]) as runner:
+        assert torch.equal(runner(x, x), x + x * 3)
+        assert runner.stats()["fallbacks"] == []
+
+
+def test_a_call_that_needs_the_module_itself_is_an_error_under_on_uncovered_error() -> None:
+    with build(asks_for_channels_last, images(6), sizes=[4, 8], on_uncovered="error") as runner:
+        runner(images(5))
+        with pytest.raises(UncoveredError, match="memory layout"):
+            runner(images(5).contiguous())
+
+
+def test_a_forward_that_asks_for_the_grad_mode_runs_as_under_no_grad() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 3 if torch.is_grad_enabled() else x * 2
+
+    x = rows(3)
+    with torch.enable_grad(), build(forward, rows(6), sizes=[4]) as runner:
+        for call in (x, rows(9)):
+            assert torch.equal(runner(call), call * 2)
+            assert not runner(call.requires_grad_()).requires_grad

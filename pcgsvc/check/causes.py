@@ -103,8 +103,8 @@ def of_entry(
     if row["spoilt_state"] and row["num_tokens"] < row["size"]:
         return (
             f"{where} with {row['num_tokens']} true rows: padding rows reach the model's state "
-            f"{row['spoilt_state']}. Mask what goes into it with pcgsvc.true_rows, or write it in "
-            "a splitting op, which knows the true row count."
+            f"{row['spoilt_state']} (padded with {row['padding']}). Mask what goes into it with "
+            "pcgsvc.true_rows, or write it in a splitting op, which knows the true row count."
         )
     if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
         return _mixes(row, plan, memory)
@@ -125,23 +125,7 @@ def _without_graphs(row: Mapping[str, Any], trial: Trial) -> str | None:
         return found
     if trial.model.predicate.broken_by(step.rows) is None and program_differs(trial, step):
         return COMPILER if trial.config.compiler.name is Compiler.INDUCTOR else BAKED_IN
-    step = trial.step(row["size"])
-    if minds_layout(trial, step):
-        return (
-            "the module gives other results for the memory layout of a runner's input buffers "
-            "than for that of the inputs: it reads strides. Ask for the layout that it needs "
-            "(x.contiguous()) in the forward."
-        )
     return None
-
-
-def minds_layout(trial: Trial, step: Step) -> bool:
-    """Whether the module computes something else on inputs laid out as a runner's buffers."""
-    trial.memory.load(step.inputs, step.rows, step.rows)
-    buffers = trial.memory.views(step.rows)
-    wanted = trial.plain(step)
-    error = error_of(trial.plain(Step(step.rows, buffers, step.batch)), wanted)
-    return error > tolerance_of(wanted, error, lambda: trial.plain(step))
 
 
 def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
@@ -149,10 +133,16 @@ def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
     where = f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows"
     gap = f"{row['max_rel_err_true']:.3g} (tolerance {row['tolerance_true']:.3g})"
     text = (
-        f"{where}: padding rows change the true ones by {gap}: outside its splitting ops, the "
-        "forward mixes rows or computes with their number. Move that into a splitting op, or set "
-        "capture.self_check=false."
+        f"{where}: padding rows, filled with {row['padding']}, change the true ones by {gap}: "
+        "outside its splitting ops, the forward mixes rows or computes with their number. Move "
+        "that into a splitting op, or set capture.self_check=false."
     )
+    inner = [s.name for s in memory.inputs if s.dims and s.order[0] not in s.dims]
+    if inner:
+        text += (
+            f" Or it computes with the memory layout of {inner}, whose strides depend on the row "
+            "count as the example is laid out: pass it contiguous, with the rows outermost."
+        )
     attention = memory.attention
     if row["mode"] == Mode.FULL.value and attention is not None:
         text += (

@@ -72,3 +72,11 @@ def error_of(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> flo
         error = gap.max() / scale
         worst = max(worst, float(error) if bool(error.isfinite()) else 1e30)
     return worst
+
+
+def differ(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Whether results are not those of the same computation."""
+    if [t.shape for t in got] != [t.shape for t in wanted]:
+        return True
+    dtype = next((t.dtype for t in wanted if t.is_floating_point()), torch.float32)
+    return error_of(got, wanted) > TOLERANCE.get(dtype, 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +17,18 @@ import torch
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import BatchDescriptor, CapturePlan, EntryKey
 from pcgsvc.check.causes import of_entry
-from pcgsvc.check.tolerance import TOLERANCE, error_of, near_ties, tolerance_of
+from pcgsvc.check.dependence import input_dependence
+from pcgsvc.check.tolerance import TOLERANCE, differ, error_of, near_ties, tolerance_of
 from pcgsvc.check.trial import Trial
 from pcgsvc.config import Compiler, Config, Mode
 from pcgsvc.events import Phases
 from pcgsvc.forward.batch import CheckedBatch
 from pcgsvc.forward.request import Request, make_samples
-from pcgsvc.forward.samples import Samples, fill_junk
+from pcgsvc.forward.samples import Padding, Samples, padded
 from pcgsvc.forward.specs import SizePredicate
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.context import ForwardContext, use_context
-from pcgsvc.ops.expert_choice import following, recorded_choices
+from pcgsvc.ops.expert_choice import Choices, following, recorded_choices
 from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Direct
@@ -60,10 +61,11 @@ def verify(
 ) -> Verified:
     """Check every captured entry against the module, and leave out what cannot be served.
 
-    Each entry is replayed in shuffled order with junk in its padding rows, and compared twice: with
-    the module on the same padded inputs (exact when the pieces are eager), and with the module on
-    the true rows alone. Before that the program is tried at one row, since Dynamo takes a symbolic
-    size for at least 2 without recording it.
+    Each entry is replayed in shuffled order with zeros, NaN and large values in its padding rows,
+    and compared with the module on the same padded inputs (exact when the pieces are eager), and
+    with the module on the true rows alone. Before that the program is tried at one row, since
+    Dynamo takes a symbolic size for at least 2 without recording it, and the module on inputs of
+    other layouts and on one tensor for several inputs.
 
     Args:
         model: what was captured; its module is what an entry must give.
@@ -79,12 +81,13 @@ def verify(
             model = model.requiring("s > 1", "differs from the module at one row")
         table = table.without(_invalid(table, model.predicate))
         check = _Check(model, memory, table, samples, plan.config)
+        model = replace(model, depends_on=check.input_dependence())
         seed = random.Random(plan.config.seed).getrandbits(32)
-        order = list(enumerate(table.entries))
+        order = list(table.entries)
         random.Random(seed).shuffle(order)
         found = {}
-        for at, key in order:
-            found[key] = check.entry(key, random.Random(seed), most_padding=at % 2 == 0)
+        for key in order:
+            found[key] = check.entry(key, random.Random(seed))
             phases.progress.advance()
         rows = [found[key] for key in table.entries]
         trial = None if uses_group(plan.config) else Trial.of(model, memory, request)
@@ -108,15 +111,40 @@ def refusal(
         + (f", padding rows in the state {s}" if (s := r.get("spoilt_state")) else "")
         for r in wrong
     )
-    return (
-        f"replay differs from plain execution: {each}.\n{of_entry(wrong[0], plan, memory, trial)}"
-    )
+    cause = of_entry(wrong[0], plan, memory, trial)
+    return f"replay differs from plain execution: {each}.\n{cause}"
 
 
 def _invalid(table: GraphTable, predicate: SizePredicate) -> dict[EntryKey, str]:
     """Return why entries cannot serve the size that they were captured for."""
     broken = {key: predicate.broken_by(key[1].num_tokens) for key in table.entries}
     return {key: f"the graph is not valid for it: {why}" for key, why in broken.items() if why}
+
+
+class _Replay(NamedTuple):
+    """What one replay left; copies, all rows."""
+
+    results: list[torch.Tensor]
+    state: dict[str, torch.Tensor]
+    choices: Choices
+
+
+class _Trial(NamedTuple):
+    """One entry at one row count."""
+
+    num_tokens: int
+    error: float
+    """Against the module on the same padded inputs."""
+    tolerance: float
+    tries: list[tuple[Padding, float, list[str]]]
+    """Per kind of padding: the error against the true rows alone, and the spoilt state."""
+
+
+def _badness(tried: tuple[_Trial, tuple[Padding, float, list[str]]]) -> tuple[bool, float]:
+    """Order tries; of several wrong ones the first counts, since calls pad with zeros."""
+    trial, (_, error, spoilt) = tried
+    wrong = bool(spoilt) or error > trial.tolerance
+    return wrong, 0.0 if wrong else error
 
 
 @dataclass(frozen=True)
@@ -134,55 +162,99 @@ class _Check:
         """The parameters and buffers that the forward writes to."""
         return {name: self.memory.tensors[name] for name in self.model.mutated}
 
-    def entry(self, key: EntryKey, rng: random.Random, *, most_padding: bool) -> dict[str, Any]:
-        """Check one entry; `most_padding`: with the fewest true rows, and zeros in integer padding.
+    def entry(self, key: EntryKey, rng: random.Random) -> dict[str, Any]:
+        """Check one entry with each kind of padding; return what was worst.
 
-        Both kinds are needed: a forward that counts its rows, or looks for a zero, is found with
-        the former, one that takes some row for another with the latter.
+        Two row counts are needed: a forward that counts its rows is found with the fewest, one that
+        takes some row for another with a random one. So are all kinds of padding: zeros are what
+        calls pad with, comparisons hide NaN, and nan-aware functions hide all but large values.
         """
-        mode, descriptor = key
-        size, model = descriptor.num_tokens, self.model
-        true = self._true_rows(descriptor, None if most_padding else rng)
-        batch = self.samples.batch(true, uniform=descriptor.uniform)
-        padded = self.samples.inputs(size)
-        fill_junk(self.memory.inputs, padded, true, zeros=most_padding)
-        alone = {s.name: s.cut(padded[s.name], true) for s in self.memory.inputs}
-        with preserved(self.state), recorded_choices() as choices:
-            got = self.replay(key, padded, batch)
-            after = {name: tensor.clone() for name, tensor in self.state.items()}
-        near = near_ties(got)
-        with preserved(self.state), following(choices, near):
-            same = self.plain(padded, batch, size, key)
-            state_error = error_of(list(after.values()), list(self.state.values()))
+        fewest, other = self._true_rows(key[1], None), self._true_rows(key[1], rng)
+        junk = [Padding.NAN_AND_LARGE]
+        if key[1].num_tokens - other == 1:  # one row is one of them
+            junk = [Padding.NAN, Padding.LARGE]
+        if fewest == other:
+            kinds = [Padding.ZEROS, *junk] if fewest < key[1].num_tokens else [Padding.ZEROS]
+            return self._row(key, [self.trial(key, fewest, kinds)])
+        first = self.trial(key, fewest, [Padding.ZEROS])
+        return self._row(key, [first, self.trial(key, other, junk, compare_padded=False)])
 
+    def trial(
+        self, key: EntryKey, true: int, kinds: Sequence[Padding], *, compare_padded: bool = True
+    ) -> _Trial:
+        """Replay an entry on `true` rows with each kind of padding, and compare with the module.
+
+        `compare_padded`: also with the module on the first of the padded inputs.
+        """
+        size, specs, outputs = key[1].num_tokens, self.memory.inputs, self.model.outputs
+        batch = self.samples.batch(true, uniform=key[1].uniform)
+        inputs = self.samples.inputs(size)
+        replays = [self.replay(key, padded(specs, inputs, true, kind), batch) for kind in kinds]
+        first = replays[0]
+        choices, near, error = first.choices, near_ties(first.results), 0.0
+        if compare_padded:
+            with preserved(self.state), following(choices, near):
+                same = self.plain(padded(specs, inputs, true, kinds[0]), batch, size, key)
+                state_error = error_of(list(first.state.values()), list(self.state.values()))
+            cut = outputs.cut(first.results, true), outputs.cut(same, true)
+            error = max(error_of(*cut), state_error)
+
+        alone = {s.name: s.laid_out(s.cut(inputs[s.name], true)) for s in specs}
         states: list[dict[str, torch.Tensor]] = []
 
         def run_alone() -> list[torch.Tensor]:
             with preserved(self.state), following(choices, near):
-                results = self.plain({k: v.contiguous() for k, v in alone.items()}, batch, true)
-                states.append({name: tensor.clone() for name, tensor in self.state.items()})
+                results = self.plain(alone, batch, true)
+                states.append(self._copied_state())
                 return results
 
         pure = run_alone()
-        got, same = model.outputs.cut(got, true), model.outputs.cut(same, true)
-        error, error_true = max(error_of(got, same), state_error), error_of(got, pure)
-        exact = self.config.compiler.name is Compiler.EAGER
-        worst = error_true if exact else max(error, error_true)
-        tolerance_true = tolerance_of(pure, worst, run_alone, always=uses_group(self.config))
-        tolerance = 0.0 if exact else tolerance_true
-        spoilt = _spoilt(after, states[0], tolerance_true)
+        errors = [error_of(outputs.cut(replay.results, true), pure) for replay in replays]
+        worst = max(errors) if self.is_exact else max(error, *errors)
+        tolerance = tolerance_of(pure, worst, run_alone, always=uses_group(self.config))
+        spoilt = [_spoilt(replay.state, states[0], tolerance) for replay in replays]
+        return _Trial(true, error, tolerance, list(zip(kinds, errors, spoilt, strict=True)))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a replay gives what the module gives on the same inputs, to the last bit."""
+        return self.config.compiler.name is Compiler.EAGER
+
+    def _row(self, key: EntryKey, trials: Sequence[_Trial]) -> dict[str, Any]:
+        """Return the report's row of one entry: the first try that is wrong, or the worst."""
+        first = trials[0]
+        trial, (kind, error_true, spoilt) = max(
+            ((trial, one) for trial in trials for one in trial.tries), key=_badness
+        )
+        tolerance = 0.0 if self.is_exact else first.tolerance
+        right = first.error <= tolerance and error_true <= trial.tolerance and not spoilt
         return {
-            "mode": mode.value,
-            "size": size,
-            "num_tokens": true,
-            "uniform": descriptor.uniform,
-            "max_rel_err": error,
+            "mode": key[0].value,
+            "size": key[1].num_tokens,
+            "num_tokens": trial.num_tokens,
+            "uniform": key[1].uniform,
+            "max_rel_err": first.error,
             "tolerance": tolerance,
             "max_rel_err_true": error_true,
-            "tolerance_true": tolerance_true,
+            "tolerance_true": trial.tolerance,
             "spoilt_state": spoilt,
-            "ok": error <= tolerance and error_true <= tolerance_true and not spoilt,
+            "padding": kind.value if trial.num_tokens < key[1].num_tokens else None,
+            "ok": right,
         }
+
+    def input_dependence(self) -> frozenset[str]:
+        """Return on what of its inputs besides their values the module depends; see there."""
+        if not self.table.entries:
+            return frozenset()
+        sizes = sorted((k.num_tokens, k.uniform) for _, k in self.table.entries)
+        rows, uniform = next((s for s in sizes if s[0] > 1), sizes[-1])
+        batch = self.samples.batch(rows, uniform=uniform)
+
+        def run(inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+            with preserved(self.state):
+                return self.plain(inputs, batch, rows)
+
+        return input_dependence(run, self.samples.inputs(rows), differ)
 
     def differs_at_one_row(self) -> bool:
         """Whether program and module differ for a single row, of which the predicate is silent."""
@@ -207,16 +279,21 @@ class _Check:
         return error > tolerance_of(wanted, error, run_plain, always=uses_group(self.config))
 
     def replay(
-        self, key: EntryKey, padded: Mapping[str, torch.Tensor], batch: CheckedBatch
-    ) -> list[torch.Tensor]:
-        """Replay an entry on inputs whose padding rows are given; return copies, all rows."""
+        self, key: EntryKey, inputs: Mapping[str, torch.Tensor], batch: CheckedBatch
+    ) -> _Replay:
+        """Replay an entry on inputs whose padding rows are given; the state is put back."""
         size, entry = key[1].num_tokens, self.table.entries[key]
-        with self.memory.on_stream():
-            self.memory.load(padded, size, size)
-            with use_context(self._context(batch, size, key)):
-                for step in entry.steps:
-                    step()
-            return [tensor.clone() for tensor in entry.outputs]
+        with preserved(self.state), recorded_choices() as choices:
+            with self.memory.on_stream():
+                self.memory.load(inputs, size, size)
+                with use_context(self._context(batch, size, key)):
+                    for step in entry.steps:
+                        step()
+                results = [tensor.clone() for tensor in entry.outputs]
+            return _Replay(results, self._copied_state(), choices)
+
+    def _copied_state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.state.items()}
 
     def plain(
         self,

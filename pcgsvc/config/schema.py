@@ -297,7 +297,7 @@ class CaptureConfig:
     warmup_calls: Count = 2
     """Plain calls of the program per size before it is captured; at least 1."""
     self_check: bool = True
-    """Replay every captured entry once against plain execution while building."""
+    """Compare every captured entry with plain execution while building, however calls pad it."""
 
     @property
     def final_sizes(self) -> list[int]:

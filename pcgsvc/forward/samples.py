@@ -5,7 +5,9 @@ In: a workspace and a source of inputs. Out: valid inputs with a valid batch ove
 
 from __future__ import annotations
 
+import enum
 import random
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -29,9 +31,9 @@ class Samples:
         self._generator = torch.Generator().manual_seed(seed)
 
     def inputs(self, rows: int) -> dict[str, torch.Tensor]:
-        """Return fresh valid inputs of `rows` rows on the runner's device."""
-        made = self._make_inputs(rows, self._generator)
-        return {k: v.to(self._workspace.device) for k, v in made.items()}
+        """Return fresh valid inputs of `rows` rows on the runner's device, laid out as its own."""
+        made, device = self._make_inputs(rows, self._generator), self._workspace.device
+        return {s.name: s.laid_out(made[s.name].to(device)) for s in self._workspace.inputs}
 
     def batch(self, rows: int, *, uniform: bool) -> CheckedBatch:
         """Return a batch of `rows` rows over scratch blocks.
@@ -75,22 +77,50 @@ class Samples:
         return lens
 
 
-def fill_junk(
-    specs: list[InputSpec], inputs: dict[str, torch.Tensor], first_row: int, *, zeros: bool
-) -> None:
-    """Overwrite the rows from `first_row` on: NaN for floats, for integers other valid values.
+class Padding(enum.Enum):
+    """What stands in padding rows."""
 
-    `zeros`: integers get zeros instead, as padding of a call does.
-    """
+    ZEROS = "zeros"
+    """As in calls."""
+    NAN = "NaN"
+    """And other valid values of integers."""
+    LARGE = "large values"
+    """Of either sign, and other valid values of integers."""
+    NAN_AND_LARGE = "NaN and large values"
+    """Row by row; for two rows or more."""
+
+
+def padded(
+    specs: Sequence[InputSpec], inputs: Mapping[str, torch.Tensor], first_row: int, kind: Padding
+) -> dict[str, torch.Tensor]:
+    """Return copies of inputs with the rows from `first_row` on overwritten."""
+    copies = {name: tensor.clone() for name, tensor in inputs.items()}
     for spec in specs:
-        tensor = inputs[spec.name]
+        tensor = copies[spec.name]
         for dim in spec.dims:
-            rows = tensor.shape[dim]
-            tail = tensor.narrow(dim, first_row, rows - first_row)
-            if tensor.is_floating_point():
-                tail.fill_(float("nan"))
-            elif zeros:
-                tail.zero_()
-            elif rows > first_row:
-                order = torch.arange(rows - 1, first_row - 1, -1, device=tensor.device) % rows
-                tail.copy_(tensor.index_select(dim, order).clone())
+            _fill(tensor, dim, first_row, kind)
+    return copies
+
+
+def _fill(tensor: torch.Tensor, dim: int, first_row: int, kind: Padding) -> None:
+    rows = tensor.shape[dim]
+    tail = tensor.narrow(dim, first_row, rows - first_row)
+    if kind is Padding.ZEROS or rows == first_row:
+        tail.zero_()
+    elif not tensor.is_floating_point():
+        order = torch.arange(rows - 1, first_row - 1, -1, device=tensor.device) % rows
+        tail.copy_(tensor.index_select(dim, order).clone())
+    else:
+        large, nan = min(_LARGE, torch.finfo(tensor.dtype).max), float("nan")
+        first, second, fourth = {
+            Padding.NAN: (nan, nan, nan),
+            Padding.LARGE: (large, -large, -large),
+            Padding.NAN_AND_LARGE: (nan, large, -large),
+        }[kind]
+        by_row = tail.fill_(first).movedim(dim, 0)
+        by_row[1::4].fill_(second)
+        by_row[3::4].fill_(fourth)
+
+
+_LARGE = 1e4
+"""Far from what models compute with; its square is finite in all but half precision."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,13 +20,54 @@ class InputSpec:
     name: str
     """Argument name."""
     example: torch.Tensor
-    """Any valid value; only dtype, device and the shape outside `dims` count."""
+    """Any valid value; only dtype, device, the order of its strides and the shape outside `dims`
+    count."""
     dims: tuple[int, ...]
     """Dimensions that carry the rows, ascending; empty for an input of fixed shape."""
 
     def shape(self, rows: int) -> list[int]:
         """Return the input's shape for a row count."""
         return [rows if d in self.dims else n for d, n in enumerate(self.example.shape)]
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The dimensions from the outermost in memory to the innermost, as in the example."""
+        dims = range(self.example.dim())
+        if self.example.is_contiguous():
+            return list(dims)
+        strides = torch.empty_like(self.example, device="meta").stride()  # without gaps
+        return sorted(dims, key=lambda dim: -strides[dim])
+
+    def empty(self, rows: int, device: torch.device) -> torch.Tensor:
+        """Return uninitialised memory for `rows` rows, laid out as the example is."""
+        shape, dtype = self.shape(rows), self.example.dtype
+        return torch.empty_strided(shape, self._strides(shape), dtype=dtype, device=device)
+
+    def view(self, buffer: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return a view of `rows` rows over the start of a larger buffer, laid out as it is."""
+        if not self.dims:
+            return buffer
+        shape = self.shape(rows)
+        return buffer.as_strided(shape, self._strides(shape))
+
+    def is_laid_out(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has no gaps, and the example's order of dimensions in memory."""
+        return tensor.permute(self.order).is_contiguous()
+
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor laid out as the example is: itself, or a copy."""
+        if self.is_laid_out(tensor):
+            return tensor
+        strides = self._strides(tensor.shape)
+        return torch.empty_strided(
+            tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
+
+    def _strides(self, shape: Sequence[int]) -> list[int]:
+        strides, step = [0] * len(shape), 1
+        for dim in reversed(self.order):
+            strides[dim], step = step, step * max(shape[dim], 1)
+        return strides
 
     def cut(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the first rows of an input, as a view."""

@@ -7,7 +7,6 @@ Knows nothing of graphs. Not safe across threads; the runner's lock guards it.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +53,7 @@ class Workspace:
         self.tensors = dict(tensors)
         self.attention, self.geometry, self.device = attention, geometry, device
         self.max_tokens, self.max_reqs = max_tokens, max_reqs
-        self.buffers = {spec.name: _buffer(spec, max_tokens, device) for spec in inputs}
+        self.buffers = {s.name: s.empty(max_tokens, device).zero_() for s in inputs}
         self.step = self.step_buffers(max_tokens, max_reqs)
         self.stream = stream
         """The stream that everything of this runner runs on; None on the CPU."""
@@ -81,16 +80,8 @@ class Workspace:
     def views(self, size: int) -> dict[str, torch.Tensor]:
         """Return the input buffers cut to `size` rows; the same tensors each time."""
         if size not in self._views:
-            self._views[size] = {s.name: self._view(s, size) for s in self.inputs}
+            self._views[size] = {s.name: s.view(self.buffers[s.name], size) for s in self.inputs}
         return self._views[size]
-
-    def _view(self, spec: InputSpec, size: int) -> torch.Tensor:
-        """Return a contiguous view of `size` rows over the start of an input's buffer."""
-        buffer = self.buffers[spec.name]
-        if not spec.dims:
-            return buffer
-        shape = spec.shape(size)
-        return buffer.view(-1)[: math.prod(shape)].view(shape)
 
     def values(self, inputs: Mapping[str, torch.Tensor], size: int) -> list[Any]:
         """Return one value per binding of the program."""
@@ -218,10 +209,6 @@ class ShapeWorkspace(Workspace):
         """See `Workspace.step_buffers`."""
         with torch_private.real_tensors():
             return super().step_buffers(max_tokens, max_reqs)
-
-
-def _buffer(spec: InputSpec, max_tokens: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(spec.shape(max_tokens), dtype=spec.example.dtype, device=device)
 
 
 def cache_geometry(

@@ -84,7 +84,7 @@ def file_digest(path: str) -> str | None:
 
 def _input_facts(spec: InputSpec) -> list[Any]:
     shape: list[Any] = ["s" if d in spec.dims else n for d, n in enumerate(spec.example.shape)]
-    return [spec.name, str(spec.example.dtype), shape, spec.example.device.type]
+    return [spec.name, str(spec.example.dtype), shape, spec.example.device.type, spec.order]
 
 
 def _tensor_facts(module: torch.nn.Module) -> tuple[list[Any], str]:

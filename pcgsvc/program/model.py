@@ -25,6 +25,9 @@ from pcgsvc.program.outputs import OutputPlan
 from pcgsvc.program.pieces import PieceCounts
 from pcgsvc.program.program import Program
 
+LAYOUT, IDENTITY = "layout", "identity"
+"""What a forward may depend on of its inputs, besides their values; see `check.dependence`."""
+
 
 @dataclass(kw_only=True)
 class CompiledModel:
@@ -48,6 +51,9 @@ class CompiledModel:
     """What was asked for and is not done."""
     memory: Workspace | None = None
     """Set where the forward had to be run to learn what it does."""
+    depends_on: frozenset[str] = frozenset()
+    """`LAYOUT`, `IDENTITY`: calls that differ in it from the traced example need the module itself.
+    Found by the self-check; empty without."""
 
     @property
     def predicate(self) -> SizePredicate:

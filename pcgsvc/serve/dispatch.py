@@ -7,13 +7,37 @@ In: the requested mode, what the program's boundaries support, and the entries t
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from pcgsvc.capture.plan import BatchDescriptor, EntryKey
 from pcgsvc.config import Mode
-from pcgsvc.forward.specs import SizePredicate
+from pcgsvc.forward.specs import InputSpec, SizePredicate
 from pcgsvc.ops.modes import NONE, Resolution
+from pcgsvc.program.model import IDENTITY, LAYOUT
+
+
+def unlike_traced(
+    depends_on: frozenset[str], specs: Sequence[InputSpec], inputs: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Return why the traced forward does not stand for a call of these inputs, or None.
+
+    `depends_on`: on what of its inputs besides their values the forward depends.
+    """
+    if IDENTITY in depends_on and len({id(inputs[s.name]) for s in specs}) < len(specs):
+        return (
+            "one tensor is passed twice, and the forward depends on that; run by the module itself"
+        )
+    others = [s.name for s in specs if LAYOUT in depends_on and not s.is_laid_out(inputs[s.name])]
+    if not others:
+        return None
+    return (
+        f"{', '.join(others)}: the memory layout is not the example's, and the forward depends on "
+        "it; run by the module itself"
+    )
+
 
 _ANY_SIZE = SizePredicate(())
 

@@ -30,7 +30,7 @@ from pcgsvc.ops.context import reset_context, set_context, use_context
 from pcgsvc.ops.modes import Resolution
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Direct
-from pcgsvc.serve.dispatch import Dispatch, DispatchTable
+from pcgsvc.serve.dispatch import Dispatch, DispatchTable, unlike_traced
 from pcgsvc.serve.embed import embed
 from pcgsvc.serve.generate import generate
 from pcgsvc.serve.streams import CallOrder
@@ -97,6 +97,7 @@ class Runner:
         clone = config.outputs is Outputs.CLONE
         self._cloned = range(len(model.outputs.specs)) if clone else _input_views(table, memory)
         """The graph results that a call clones."""
+        self._depends_on = model.depends_on
         self._poison = config.debug.poison
         self._query_len = config.capture.uniform_query_len
         self._device_type = memory.device.type
@@ -106,7 +107,7 @@ class Runner:
     # -- calls --
 
     def __call__(self, *args: Any, batch: Batch | CheckedBatch | None = None, **kwargs: Any) -> Any:
-        """Run one step.
+        """Run one step, under `torch.no_grad` as the forward was traced.
 
         Args:
             *args: the forward's tensor inputs in its order, N rows each in their row dimensions;
@@ -146,17 +147,21 @@ class Runner:
         self.ensure_open()
         inputs, num_tokens = self._bind(args, kwargs)
         checked, uniform, key = self._find(batch, num_tokens)
+        unlike = None
+        if self._depends_on:
+            unlike = unlike_traced(self._depends_on, self.memory.inputs, inputs)
+            key = key if unlike is None else None
         if key is None:
-            self._count_uncovered(checked, uniform)
+            self._count_uncovered(checked, uniform, unlike)
         self._weights.check()
         self._calls[num_tokens, uniform] += 1
         order = self._order
         if order is None and not torch.is_autocast_enabled("cpu"):
-            return self._execute(key, inputs, checked)
+            return self._execute(key, inputs, checked, unlike)
         if order is not None and torch_private.current_device() != order.index:
             with torch.cuda.device(order.index):
-                return self._execute_apart(key, inputs, checked)
-        return self._execute_apart(key, inputs, checked)
+                return self._execute_apart(key, inputs, checked, unlike)
+        return self._execute_apart(key, inputs, checked, unlike)
 
     def plan(self, num_tokens: int, query_lens: Sequence[int] | None = None) -> Dispatch:
         """Return what a batch of `num_tokens` rows would run, and why; runs nothing.
@@ -343,7 +348,11 @@ class Runner:
         return checked
 
     def _execute_apart(
-        self, key: EntryKey | None, inputs: dict[str, torch.Tensor], batch: CheckedBatch
+        self,
+        key: EntryKey | None,
+        inputs: dict[str, torch.Tensor],
+        batch: CheckedBatch,
+        unlike: str | None,
     ) -> Any:
         """Execute after the call before, and outside the caller's autocast."""
         order = self._order
@@ -351,22 +360,26 @@ class Runner:
             order.enter()
         try:
             if not torch.is_autocast_enabled(self._device_type):
-                return self._execute(key, inputs, batch)
+                return self._execute(key, inputs, batch, unlike)
             if not self._autocast_met:
                 logger.warning("called under torch.autocast, which a runner does not follow")
                 self._autocast_met = True
             with torch.autocast(self._device_type, enabled=False):
-                return self._execute(key, inputs, batch)
+                return self._execute(key, inputs, batch, unlike)
         finally:
             if order is not None:
                 order.leave()
 
     def _execute(
-        self, key: EntryKey | None, inputs: dict[str, torch.Tensor], batch: CheckedBatch
+        self,
+        key: EntryKey | None,
+        inputs: dict[str, torch.Tensor],
+        batch: CheckedBatch,
+        unlike: str | None,
     ) -> Any:
         if key is not None:
             results = self._replay(key, inputs, batch)
-        elif self.dispatch.is_valid(batch.num_tokens):
+        elif unlike is None and self.dispatch.is_valid(batch.num_tokens):
             results = self._run_uncaptured(inputs, batch)
         else:
             return self._run_itself(inputs, batch)
@@ -432,14 +445,15 @@ class Runner:
     ) -> list[torch.Tensor]:
         """Run the program without graphs."""
         memory, rows = self.memory, batch.num_tokens
-        inputs = {k: v.to(self.memory.device).contiguous() for k, v in inputs.items()}
+        device = memory.device
+        inputs = {s.name: s.laid_out(inputs[s.name].to(device)) for s in memory.inputs}
         self._rows += rows
         with use_context(self.memory.unpadded_context(batch)):
             program = self.model.program.for_size(rows)
             return program.run(memory.values(inputs, rows), Direct())
 
     def _run_itself(self, inputs: dict[str, torch.Tensor], batch: CheckedBatch) -> Any:
-        """Return what the module itself gives, for a row count that the program is not valid for.
+        """Return what the module itself gives, for a call that the program is not valid for.
 
         Nothing of the trace may be put around it: its result may have another structure.
         """
@@ -448,9 +462,9 @@ class Runner:
         with use_context(self.memory.unpadded_context(batch)):
             return self.model.module(**moved, **self.model.arguments.constants)
 
-    def _count_uncovered(self, batch: CheckedBatch, uniform: bool) -> None:
+    def _count_uncovered(self, batch: CheckedBatch, uniform: bool, unlike: str | None) -> None:
         rows, reqs = batch.num_tokens, len(batch.query_lens)
-        reason = self.dispatch.why_none(rows, reqs, uniform)
+        reason = unlike or self.dispatch.why_none(rows, reqs, uniform)
         config = self.request.config
         strict = config.on_uncovered is OnUncovered.ERROR or config.strict
         if self.dispatch.wants(uniform) and strict:

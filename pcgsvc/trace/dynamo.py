@@ -15,6 +15,7 @@ effects; module attributes are put back afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import uuid
@@ -34,6 +35,8 @@ from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import frames_of
 
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101)
+_SMALL_PRIMES = (7, 5, 3, 2)
+"""For a model that a larger row count does not fit: a table in it has fewer rows."""
 
 
 def trace(
@@ -53,7 +56,24 @@ def trace(
             forward has a side effect on Python state, or a size depends on data. The message
             names the user's line where there is one.
     """
-    size = _pick_size(module, inputs)
+    largest, *smaller = _sizes(module, inputs)
+    try:
+        return _trace_at(largest, module, inputs, constants)
+    except TraceError as error:
+        if not torch_private.is_op_failure(error.__cause__):
+            raise
+        for size in smaller:
+            with contextlib.suppress(TraceError):
+                return _trace_at(size, module, inputs, constants)
+        raise
+
+
+def _trace_at(
+    size: int,
+    module: Callable[..., Any],
+    inputs: Sequence[InputSpec],
+    constants: Mapping[str, Any],
+) -> TracedGraph:
     examples = [_example(spec, size) for spec in inputs]
     capture = DynamoCapture(examples)
     function = _fresh_function(module, inputs, constants)
@@ -76,8 +96,12 @@ def trace(
     return Canonical(module, inputs, capture, result, changed, size).build()
 
 
-def _pick_size(module: Callable[..., Any], inputs: Sequence[InputSpec]) -> int:
-    """Return a prime that is no dimension of any tensor involved, so that no size is special."""
+def _sizes(module: Callable[..., Any], inputs: Sequence[InputSpec]) -> list[int]:
+    """Return primes that are no dimension of any tensor involved, so that no size is special.
+
+    The first is meant; the others, in this order, are for a model that it is too large for. None
+    depends on what is captured: another choice of capture sizes finds the stored program.
+    """
     if not any(spec.dims for spec in inputs):
         raise TraceError(
             "dynamic_dims: no input has a row dimension, so there is no size to capture for. Name "
@@ -89,11 +113,12 @@ def _pick_size(module: Callable[..., Any], inputs: Sequence[InputSpec]) -> int:
     for spec in inputs:
         taken |= {n for d, n in enumerate(spec.example.shape) if d not in spec.dims}
     candidates: Iterator[int] = itertools.chain(_PRIMES, itertools.count(103, 2))
-    return next(p for p in candidates if p not in taken)
+    first = next(p for p in candidates if p not in taken)
+    return [first, *(p for p in _SMALL_PRIMES if p not in taken)]
 
 
 def _example(spec: InputSpec, size: int) -> torch.Tensor:
-    example = torch.zeros(spec.shape(size), dtype=spec.example.dtype, device=spec.example.device)
+    example = spec.empty(size, spec.example.device).zero_()
     for dim in spec.dims:
         torch_private.mark_dynamic(example, dim)
     return example

@@ -147,7 +147,9 @@ def _of_path(given: str) -> Source:
         else:
             _read_config("model.path", path / "config.json")
             transformers = require("transformers", "hf")
-            found = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+            found = transformers.AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
     except ConfigError:
         raise
     except Exception as error:  # what readers of a damaged file raise has no common base
@@ -163,7 +165,7 @@ def _gguf_config(path: Path, mtime_ns: int) -> Any:
     """Return a GGUF file's config; kept, since transformers reads the whole vocabulary for it."""
     transformers = require("transformers", "hf")
     return transformers.AutoConfig.from_pretrained(
-        path.parent, gguf_file=path.name, local_files_only=True
+        path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
     )
 
 

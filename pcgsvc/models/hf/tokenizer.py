@@ -55,7 +55,7 @@ class HfTokenizer:
         options = {"gguf_file": source.gguf} if source.gguf else {}
         try:
             self._tokenizer: Any = require("transformers", "hf").AutoTokenizer.from_pretrained(
-                source.folder, local_files_only=True, **options
+                source.folder, local_files_only=True, trust_remote_code=False, **options
             )
         except Exception as error:
             raise ConfigError(

@@ -57,6 +57,7 @@ def make(
                 dtype=dtype,
                 attn_implementation=attention,
                 experts_implementation=experts,
+                trust_remote_code=False,
             )
     except Exception as error:
         raise source.refuse(_why_not(error, attention)) from error
@@ -118,6 +119,7 @@ def _load(
                 attn_implementation=attention,
                 experts_implementation=experts,
                 local_files_only=True,
+                trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
                 **options,
