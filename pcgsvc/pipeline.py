@@ -7,14 +7,23 @@ results are handed from one to the next.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from pcgsvc.build.environment import BuildEnvironment, build_environment, log_start
 from pcgsvc.build.load import ProgramLookup, load_program
 from pcgsvc.build.probe import probe_program
-from pcgsvc.build.stages import compile_pieces, split, store_program, trace_forward, write_down
+from pcgsvc.build.stages import (
+    assemble,
+    compile_pieces,
+    split,
+    store_program,
+    trace_forward,
+    write_down,
+)
 from pcgsvc.capture.capture import GraphTable, capture
 from pcgsvc.capture.plan import plan_capture
+from pcgsvc.check.program import check_program
 from pcgsvc.check.verify import Verified, verify
 from pcgsvc.config import Compiler, Config, Strategy
 from pcgsvc.errors import ConfigError, VerifyError
@@ -45,11 +54,13 @@ def build(
     Args:
         request: what to build.
         progress: listens to long phases.
-        check: whether captured entries are verified; None: as `capture.self_check` says.
+        check: whether program and entries are compared with the module; None: as
+            `capture.self_check` says.
     """
     with build_environment(request, progress) as env:
         found = load_program(request, env)
-        model = found.model or make_program(request, found, env)
+        checked = request.config.capture.self_check if check is None else check
+        model = found.model or make_program(request, found, env, check=checked)
         log_start(model)
         plan = plan_capture(request, model.image)
         warnings = warn_or_raise(request.config, [*plan.warnings, *model.warnings])
@@ -62,7 +73,7 @@ def build(
             table = capture(model, memory, plan, make_samples(request, memory), env.phases)
             env.store_tuned_kernels(model)
             seconds = env.phases.since_start()
-            if request.config.capture.self_check if check is None else check:
+            if checked:
                 verified = verify(model, memory, table, request, plan, env.phases)
             else:
                 verified = Verified(model, table)
@@ -78,8 +89,10 @@ def build(
     return Runner(request, model, memory, table, plan.resolution, report, env.folder.close)
 
 
-def make_program(request: Request, found: ProgramLookup, env: BuildEnvironment) -> CompiledModel:
-    """Trace, split, compile and store the program; or run the forward that is not traced."""
+def make_program(
+    request: Request, found: ProgramLookup, env: BuildEnvironment, *, check: bool
+) -> CompiledModel:
+    """Trace, split, compile, check and store the program; or run a forward that is not traced."""
     config, phases = request.config, env.phases
     if config.partition.strategy is Strategy.BREAKABLE:
         return probe_program(request, found, env)
@@ -89,14 +102,19 @@ def make_program(request: Request, found: ProgramLookup, env: BuildEnvironment) 
     parts = split(traced, config, phases)
     written = write_down(request, traced, parts)
     pieces = compile_pieces(parts.compiled, written.image, config, env)
-    return store_program(request, traced, written, pieces, found, env)
+    model = assemble(request, traced, written.image, pieces, env)
+    if check:
+        drop = partial(env.artifacts.drop, model.image)
+        model = check_program(model, request, parts.compiled, drop, phases)
+    return store_program(model, written.problems, found, env)
 
 
 def compile_only(request: Request, progress: Progress | None = None) -> dict[str, Any]:
     """Run the stages before capture, which fill the cache; return the report of `job=compile`."""
     with build_environment(request, progress) as env:
         found = load_program(request, env)
-        model = found.model or make_program(request, found, env)
+        check = request.config.capture.self_check
+        model = found.model or make_program(request, found, env, check=check)
         log_start(model)
         plan = plan_capture(request, model.image)
         warnings = warn_or_raise(request.config, [*plan.warnings, *model.warnings])

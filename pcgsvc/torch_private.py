@@ -348,6 +348,21 @@ def autocast_kind(target: Any) -> str | None:
     return None
 
 
+def transform_name(target: Any) -> str | None:
+    """Return what users call a node that sets up a context manager or transform, or None.
+
+    Autocast has nodes of its own kind (`autocast_kind`); switches of grad mode are harmless.
+    """
+    home, name = str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))
+    if home == "torch.nn.attention":
+        return "torch.nn.attention.sdpa_kernel"
+    if home.startswith(("torch._functorch", "torch._C._functorch")):
+        return "torch.func"
+    if name in ("_enter_inference_mode", "_exit_inference_mode"):
+        return "torch.inference_mode"
+    return "torch.set_default_dtype" if target is torch.set_default_dtype else None
+
+
 # ---- compilers -----------------------------------------------------------------------------------
 
 

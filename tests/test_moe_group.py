@@ -20,7 +20,7 @@ from torch import distributed
 
 import pcgsvc
 from pcgsvc.check.timing import time_calls
-from pcgsvc.check.verify import tolerance_of
+from pcgsvc.check.tolerance import tolerance_of
 from pcgsvc.config import MoeBackend
 from pcgsvc.errors import ConfigError, PcgError
 from pcgsvc.jobs.app import main

@@ -142,6 +142,25 @@ def test_autocast_kind_tells_enter_from_exit() -> None:
     assert [k for k in kinds if k] == ["enter", "exit"]
 
 
+def test_transform_name_calls_context_managers_and_transforms_as_users_do() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            x = torch.func.vmap(torch.sin)(x)
+        with torch.inference_mode():
+            x = x + 1
+        torch.set_default_dtype(torch.float32)
+        return x
+
+    graph, _ = traced(forward, torch.ones(2, 2))
+    names = [private.transform_name(n.target) for n in graph.graph.nodes]
+    assert list(dict.fromkeys(n for n in names if n)) == [
+        "torch.nn.attention.sdpa_kernel",
+        "torch.func",
+        "torch.inference_mode",
+        "torch.set_default_dtype",
+    ]
+
+
 def test_symbolic_expr_and_python_source_give_an_expression_that_python_reads() -> None:
     x = torch.zeros(11, 3)
     private.mark_dynamic(x, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from pcgsvc.build.dump import dump_source
@@ -120,30 +121,38 @@ def compile_piece(
     return done
 
 
-def store_program(
+def assemble(
     request: Request,
     traced: TracedGraph,
-    written: ImagedProgram,
+    image: ProgramImage,
     pieces: Mapping[str, CompiledPiece],
-    found: ProgramLookup,
     env: BuildEnvironment,
 ) -> CompiledModel:
-    """Store what was made, where that is possible, and return it as a model."""
-    artifacts, problems = env.artifacts, [*found.problems, *written.problems]
-    stored = found.facts is not None and not problems and not artifacts.counts.unsaved
-    if found.facts is not None and stored:
-        artifacts.save(found.facts, written.image)
-    env.until_stored.close()
-    refusal = [f"the program cannot be stored: {'; '.join(problems)}"] if problems else []
+    """Return what was made as a model; nothing of it is stored."""
     return CompiledModel(
         module=request.bundle.module,
         arguments=request.arguments,
-        image=written.image,
-        program=Program(written.image.spec, pieces, artifacts.specialized),
+        image=image,
+        program=Program(image.spec, pieces, env.artifacts.specialized),
         start="cold",
-        counts=artifacts.counts,
+        counts=env.artifacts.counts,
         tensors={name: traced.tensors[name] for name in captured_tensors(traced)},
+    )
+
+
+def store_program(
+    model: CompiledModel, problems: list[str], found: ProgramLookup, env: BuildEnvironment
+) -> CompiledModel:
+    """Store a model, where that is possible, and return it with what came of that."""
+    artifacts, problems = env.artifacts, [*found.problems, *problems]
+    stored = found.facts is not None and not problems and not artifacts.counts.unsaved
+    if found.facts is not None and stored:
+        artifacts.save(found.facts, model.image)
+    env.until_stored.close()
+    refusal = [f"the program cannot be stored: {'; '.join(problems)}"] if problems else []
+    return replace(
+        model,
         facts=found.facts if stored else None,
         misses=[*found.misses, *refusal],
-        warnings=refusal if env.store.enabled else [],
+        warnings=[*model.warnings, *(refusal if env.store.enabled else [])],
     )

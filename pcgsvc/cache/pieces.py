@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.cache.envelope import Kind
 from pcgsvc.cache.lookup import Built
 from pcgsvc.cache.store import Store
 from pcgsvc.cache.toolchain import Toolchain
@@ -80,7 +81,7 @@ class Pieces:
     def sized(self, image: ProgramImage) -> list[tuple[int, str]]:
         """Return (size, hash) of the pieces that a program has for exact sizes."""
         sizes = self._config.compiler.specialize_sizes
-        return specialized(image.documents, image.predicate, sizes)
+        return specialized(_compiled(image), image.predicate, sizes)
 
     def keys(self, image: ProgramImage) -> list[str]:
         """Return the keys of all pieces of a program."""
@@ -90,7 +91,14 @@ class Pieces:
         ]
 
     def _names(self, image: ProgramImage) -> list[tuple[int | None, str]]:
-        return [*((None, name) for name in image.documents), *self.sized(image)]
+        return [*((None, name) for name in _compiled(image)), *self.sized(image)]
+
+    def drop(self, image: ProgramImage, hashes: Collection[str]) -> None:
+        """Delete stored pieces, for all sizes, since what they compute is wrong."""
+        for size, name in self._names(image) if self._store.writable else ():
+            if name in hashes:
+                facts = self._facts(name, image.documents[name], image.schemas, size)
+                self._store.drop(Kind.PIECE, key_of(facts))
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -124,6 +132,7 @@ class Pieces:
             group = pieces if size is None else sized.setdefault(size, {})
             group[name] = piece
         self.counts.loaded += len(pieces) + sum(map(len, sized.values()))
+        pieces |= {name: EagerPiece(image.documents[name]) for name in image.uncompiled}
         return pieces, sized
 
     def _load_direct(self, key: str, document: Document, size: int | None) -> CompiledPiece | None:
@@ -255,6 +264,11 @@ class Pieces:
             return None
         data = blob.pack(form, self._folder.path, files)
         return key_of(facts) if self._store.put_piece(key_of(facts), data, facts=facts) else None
+
+
+def _compiled(image: ProgramImage) -> dict[str, Document]:
+    """Return the documents of the regions that run compiled, by hash."""
+    return {name: d for name, d in image.documents.items() if name not in image.uncompiled}
 
 
 def _direct_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +92,13 @@ class Artifacts:
     def sized(self, image: ProgramImage) -> list[tuple[int, str]]:
         """Return (size, hash) of the pieces that a program has for exact sizes."""
         return self._pieces.sized(image)
+
+    def drop(self, image: ProgramImage, hashes: Collection[str]) -> None:
+        """Forget pieces of a program that compute something wrong; see `Pieces.drop`."""
+        self._pieces.drop(image, hashes)
+        for group in self.specialized.values():
+            for name in hashes:
+                group.pop(name, None)
 
     # ---- loading ---------------------------------------------------------------------------------
 

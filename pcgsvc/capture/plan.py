@@ -68,6 +68,7 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
             *resolution.reasons,
             *request.warnings,
             *no_uniform_size(resolution, sizes, query_len),
+            *(f"runs uncompiled: {found}" for found in image.uncompiled.values()),
         ],
     )
     if config.capture.graphs is Graphs.OFF:

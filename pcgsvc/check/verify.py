@@ -8,7 +8,7 @@ were. Knows nothing of how entries were captured.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,10 +16,11 @@ import torch
 
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import BatchDescriptor, CapturePlan, EntryKey
+from pcgsvc.check.causes import of_entry
 from pcgsvc.check.dependence import input_dependence
-from pcgsvc.check.rounding import HALF, redrawn
+from pcgsvc.check.tolerance import TOLERANCE, differ, error_of, near_ties, tolerance_of
+from pcgsvc.check.trial import Trial
 from pcgsvc.config import Compiler, Config, Mode
-from pcgsvc.errors import BatchError
 from pcgsvc.events import Phases
 from pcgsvc.forward.batch import CheckedBatch
 from pcgsvc.forward.request import Request, make_samples
@@ -31,15 +32,6 @@ from pcgsvc.ops.expert_choice import Choices, following, recorded_choices
 from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Direct
-
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""max|a-b| / max|b| up to which results that were computed in another order are equal."""
-
-NOISE_FACTOR = 2
-"""Of a module's own noise."""
-
-NOISE_LIMIT = 0.25
-"""Whatever the noise is; a stale or mixed-up tensor gives an error near 1."""
 
 
 class Verified(NamedTuple):
@@ -97,12 +89,19 @@ def verify(
         for key in order:
             found[key] = check.entry(key, random.Random(seed))
             phases.progress.advance()
-    rows = [found[key] for key in table.entries]
-    return Verified(model, table, rows, refusal(rows, plan, memory))
+        rows = [found[key] for key in table.entries]
+        trial = None if uses_group(plan.config) else Trial.of(model, memory, request)
+        wrong = refusal(rows, plan, memory, trial)
+    return Verified(model, table, rows, wrong)
 
 
-def refusal(rows: Sequence[Mapping[str, Any]], plan: CapturePlan, memory: Workspace) -> str | None:
-    """Return what is wrong with entries, or None."""
+def refusal(
+    rows: Sequence[Mapping[str, Any]],
+    plan: CapturePlan,
+    memory: Workspace,
+    trial: Trial | None = None,
+) -> str | None:
+    """Return what is wrong with entries, or None; `trial`: for experiments that find the cause."""
     wrong = [row for row in rows if not row["ok"]]
     if not wrong:
         return None
@@ -112,7 +111,8 @@ def refusal(rows: Sequence[Mapping[str, Any]], plan: CapturePlan, memory: Worksp
         + (f", padding rows in the state {s}" if (s := r.get("spoilt_state")) else "")
         for r in wrong
     )
-    return f"replay differs from plain execution: {each}.\n{_cause(wrong[0], plan, memory)}"
+    cause = of_entry(wrong[0], plan, memory, trial)
+    return f"replay differs from plain execution: {each}.\n{cause}"
 
 
 def _invalid(table: GraphTable, predicate: SizePredicate) -> dict[EntryKey, str]:
@@ -191,7 +191,7 @@ class _Check:
         inputs = self.samples.inputs(size)
         replays = [self.replay(key, padded(specs, inputs, true, kind), batch) for kind in kinds]
         first = replays[0]
-        choices, near, error = first.choices, _base_tolerance(first.results), 0.0
+        choices, near, error = first.choices, near_ties(first.results), 0.0
         if compare_padded:
             with preserved(self.state), following(choices, near):
                 same = self.plain(padded(specs, inputs, true, kinds[0]), batch, size, key)
@@ -271,7 +271,7 @@ class _Check:
             got = [tensor.clone() for tensor in results]
 
         def run_plain() -> list[torch.Tensor]:
-            with preserved(self.state), following(choices, _base_tolerance(got)):
+            with preserved(self.state), following(choices, near_ties(got)):
                 return self.plain(inputs, batch, 1)
 
         wanted = run_plain()
@@ -345,106 +345,3 @@ def _spoilt(
         for name, tensor in wanted.items()
         if error_of([after[name]], [tensor]) > (tolerance if tensor.dtype in TOLERANCE else 0.0)
     ]
-
-
-def _base_tolerance(results: Sequence[torch.Tensor]) -> float:
-    """Return `TOLERANCE` of results; up to it, a router may hold two experts for equal."""
-    dtype = next((t.dtype for t in results if t.is_floating_point()), torch.float32)
-    return TOLERANCE.get(dtype, 0.0)
-
-
-def tolerance_of(
-    wanted: Sequence[torch.Tensor],
-    error: float,
-    again: Callable[[], list[torch.Tensor]],
-    *,
-    always: bool = False,
-) -> float:
-    """Return up to which error results count as equal that were computed in another order.
-
-    That is `TOLERANCE`, or, where `error` is above it and the results are of half precision, twice
-    what the module's own results move when its roundings fall otherwise: in a random 32-layer
-    model in bfloat16 that is more than 5e-2.
-
-    Args:
-        wanted: what the module gave.
-        error: of what is compared with it.
-        again: computes `wanted` once more.
-        always: call `again` even if nothing depends on it, since other processes call it too.
-    """
-    dtype = next((t.dtype for t in wanted if t.is_floating_point()), torch.float32)
-    tolerance = TOLERANCE.get(dtype, 0.0)
-    if dtype not in HALF or (error <= tolerance and not always):
-        return tolerance
-    noise = error_of(redrawn(again, wanted[0].device), wanted)
-    if error <= tolerance:
-        return tolerance
-    return max(tolerance, min(NOISE_FACTOR * noise, NOISE_LIMIT))
-
-
-def error_of(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """Return max|a-b| / max|b| over all tensors; NaN in one place only counts as infinite."""
-    worst = 0.0
-    for a, b in zip(got, wanted, strict=True):
-        if a.shape != b.shape:
-            raise BatchError(f"results differ in shape: {tuple(a.shape)} and {tuple(b.shape)}")
-        if not a.numel():
-            continue
-        x, y = a.double(), b.double()
-        gap = (x - y).abs()
-        gap = torch.where((x == y) | (x.isnan() & y.isnan()), torch.zeros_like(gap), gap)
-        scale = y.abs().nan_to_num(0.0, posinf=0.0).max().clamp_min(1e-30)
-        error = gap.max() / scale
-        worst = max(worst, float(error) if bool(error.isfinite()) else 1e30)
-    return worst
-
-
-def differ(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-    """Whether results are not those of the same computation."""
-    if [t.shape for t in got] != [t.shape for t in wanted]:
-        return True
-    return error_of(got, wanted) > _base_tolerance(wanted)
-
-
-def _cause(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
-    """Say what makes an entry wrong, and what to do."""
-    where = f"{row['mode']} size {row['size']}"
-    if row["spoilt_state"] and row["num_tokens"] < row["size"]:
-        return (
-            f"{where} with {row['num_tokens']} true rows: padding rows reach the model's state "
-            f"{row['spoilt_state']} (padded with {row['padding']}). Mask what goes into it with "
-            "pcgsvc.true_rows, or write it in a splitting op, which knows the true row count."
-        )
-    if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
-        return _mixes(row, plan, memory)
-    return (
-        f"{where}: the replay differs from the module on the same inputs by "
-        f"{row['max_rel_err']:.3g} (tolerance {row['tolerance']:.3g}). An op reads host state or "
-        "memory that the graph does not rewrite; mark it as a splitting op, or set "
-        "capture.self_check=false to look into it."
-    )
-
-
-def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
-    """Say what makes an entry right on padded inputs and wrong on the true rows."""
-    where = f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows"
-    gap = f"{row['max_rel_err_true']:.3g} (tolerance {row['tolerance_true']:.3g})"
-    text = (
-        f"{where}: padding rows, filled with {row['padding']}, change the true ones by {gap}: "
-        "outside its splitting ops, the forward mixes rows or computes with their number. Move "
-        "that into a splitting op, or set capture.self_check=false."
-    )
-    inner = [s.name for s in memory.inputs if s.dims and s.order[0] not in s.dims]
-    if inner:
-        text += (
-            f" Or it computes with the memory layout of {inner}, whose strides depend on the row "
-            "count as the example is laid out: pass it contiguous, with the rows outermost."
-        )
-    attention = memory.attention
-    if row["mode"] == Mode.FULL.value and attention is not None:
-        text += (
-            f" Or attention={plan.config.attention.name} computes something else in full graphs "
-            f"than outside them: it claims support {attention.cudagraph_support.name}; "
-            "mode=piecewise keeps it outside."
-        )
-    return text

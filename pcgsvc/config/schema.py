@@ -65,6 +65,13 @@ class Compiler(enum.Enum):
     INDUCTOR = "inductor"
 
 
+class OnMismatch(enum.Enum):
+    """What happens to a region whose compiled form computes something else than its ops."""
+
+    ERROR = "error"
+    EAGER = "eager"
+
+
 class Graphs(enum.Enum):
     """What a captured segment is: a CUDA graph, a recording on the CPU, or nothing."""
 
@@ -262,6 +269,9 @@ class CompilerConfig:
     specialize_sizes: Sizes = field(default_factory=list)
     """Capture sizes for which every region is compiled once more, with that size put in; the
     general artifact serves all others. Positive, without repetition."""
+    on_mismatch: OnMismatch = OnMismatch.ERROR
+    """When a cold build finds that a compiled region computes something else than its ops: `error`,
+    or `eager`, which runs that region uncompiled, with a warning."""
 
 
 @dataclass(kw_only=True, slots=True)

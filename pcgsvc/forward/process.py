@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from pcgsvc.errors import ConfigError
+
 
 class _BuildLock:
     """Serialises builds and captures of this process, and hands capture streams on.
@@ -50,7 +52,24 @@ BUILD_LOCK = _BuildLock()
 
 @contextlib.contextmanager
 def build_modes(device: torch.device) -> Iterator[None]:
-    """Hold the build lock, with torch's modes as every build needs them, whatever the caller's."""
-    autocast = torch.autocast(device.type, enabled=False)
-    with BUILD_LOCK, torch.inference_mode(False), torch.no_grad(), autocast:
-        yield
+    """Hold the build lock, with torch's modes as every build needs them, whatever the caller's.
+
+    Attention modules of torch.nn do without their fused inference path, which Dynamo does not take
+    either: what is compared then runs the same ops.
+
+    Raises:
+        ConfigError: the caller is inside `torch.autocast`, which no graph would run under.
+    """
+    if torch.is_autocast_enabled(device.type):
+        raise ConfigError(
+            f"torch.autocast({device.type!r}) is on around the build: a runner works outside of "
+            "its caller's autocast, so results would not be of the type that the module gives. "
+            "Put the autocast block into the forward, or give the module its type (module.to)."
+        )
+    with BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)

@@ -30,7 +30,7 @@ from pcgsvc.trace.rows import Document, digest, encode_row
 
 _REGISTERED = "registered splitting op"
 """Why an op is cut at that nobody has said more of."""
-_ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _VIEWS = set(
     [
         "view",
@@ -77,8 +77,8 @@ def partition_fx(
     matches, counts = _match(traced, splitting_ops, extra)
     groups = _assign(traced, matches)
     pieces = [_piece(index, group, matches) for index, group in enumerate(groups)]
-    _connect(traced, pieces)
     _refuse_open_autocast(pieces)
+    _connect(traced, pieces)
     for piece in pieces:
         if piece.kind is Kind.REGION:
             piece.document = document_of(traced, piece)
@@ -220,7 +220,7 @@ def _is_inline(node: torch.fx.Node) -> bool:
     if isinstance(value, (int, torch.SymInt, torch.Size)):
         return True
     name = op_names(node)[0].split("::")[-1]
-    if name in _ALLOCATIONS:
+    if name in ALLOCATIONS:
         return True
     source = node.args[0] if node.args else None
     if name not in _VIEWS or not isinstance(source, torch.fx.Node):
@@ -270,10 +270,11 @@ def _refuse_open_autocast(pieces: list[Piece]) -> None:
     for piece in pieces:
         if piece.kind is not Kind.REGION:
             if still_open and piece.splitting:
+                op, name = next(iter(piece.splitting.items()))
                 raise SplitError(
-                    f"{next(iter(piece.splitting.values()))}: a splitting op inside a "
-                    f"torch.autocast block ({user_line(still_open[-1])}) would run without it. "
-                    "Close the block before the op, or set autocast inside the op's kernel."
+                    f"{name} at {user_line(op)}: a splitting op inside a torch.autocast block "
+                    "would run without it. Close the block before the op, or set autocast inside "
+                    "the op's kernel."
                 )
             continue
         for node in piece.nodes:

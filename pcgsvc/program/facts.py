@@ -159,6 +159,7 @@ def piece_facts(
     }
     compiler = {k: v for k, v in config_facts(config).items() if k.startswith("config.compiler")}
     del compiler["config.compiler.specialize_sizes"]  # a piece has its own size, or none
+    del compiler["config.compiler.on_mismatch"]  # what is done with it, not how it is made
     if size is not None:
         facts["size"] = size
     return {**facts, **compiler, **environment}

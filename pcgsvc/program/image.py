@@ -81,6 +81,8 @@ class ProgramImage:
     """Why a splitting op is one, where that is more than being registered."""
     num_guards: int = 0
     """How many guards tracing recorded."""
+    uncompiled: dict[str, str] = field(default_factory=dict)
+    """Regions that run as their own ops, by hash: what the compiler got wrong in them."""
     live_tree: ResultTree | None = field(default=None, compare=False, repr=False)
     """The nesting itself, where the program was traced in this process."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pcgsvc.errors import TraceError
 from pcgsvc.forward.arguments import Arguments
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.request import Request, make_workspace
@@ -101,7 +102,15 @@ def allocate(request: Request, model: CompiledModel) -> Workspace:
 
     Raises:
         CompileError: the module lacks a tensor that the program is bound to.
+        TraceError: the forward writes to a tensor that was made under `torch.inference_mode`.
         ConfigError: `attention.num_blocks` is too small for one request of the longest length.
     """
     tensors = {**tensors_of(model.module), **model.tensors}
+    frozen = [name for name in model.mutated if tensors[name].is_inference()]
+    if frozen:
+        raise TraceError(
+            f"the forward writes to {frozen}, which were made under torch.inference_mode(); torch "
+            "allows such writes inside that mode only, and a runner works outside of it. Make the "
+            "module under torch.no_grad(), or replace those buffers by clones."
+        )
     return make_workspace(request, model.image.spec.bindings, model.image.bind(tensors))

@@ -178,6 +178,11 @@ class Program:
         """Sizes for which it was compiled once more, ascending."""
         return sorted(self._sized)
 
+    def replacing(self, pieces: Mapping[str, CompiledPiece]) -> Program:
+        """Return the same program with some regions run by other pieces, at every size."""
+        sized = {size: {**own.pieces, **pieces} for size, own in self._sized.items()}
+        return Program(self.spec, {**self.pieces, **pieces}, sized)
+
     def for_size(self, size: int) -> Program:
         """Return the program compiled for exactly so many rows, or this one, which fits all."""
         return self._sized.get(size, self)

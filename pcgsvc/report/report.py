@@ -95,6 +95,7 @@ def compile_section(
         "num_loaded": model.counts.loaded,
         "num_kernels": model.program.num_kernels(),
         "exact_sizes": model.program.exact_sizes,
+        "uncompiled": list(model.image.uncompiled.values()),
         "seconds": {**seconds, **times},
     }
 

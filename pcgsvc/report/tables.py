@@ -120,6 +120,8 @@ def _compile(out: Console, report: dict[str, Any]) -> None:
     done = f"{compile_['num_compiled']} compiled, {compile_['num_loaded']} loaded"
     if compile_.get("exact_sizes"):
         done += f"; for exactly {', '.join(map(str, compile_['exact_sizes']))} rows as well"
+    if compile_.get("uncompiled"):
+        done += f"; uncompiled: {'; '.join(compile_['uncompiled'])}"
     if report["config"]["job"] == "plan":
         wanted = report["plan"]["num_artifacts"] if "plan" in report else 0
         done = f"nothing compiled, since job=plan; {words.count(wanted, 'piece')} to compile"

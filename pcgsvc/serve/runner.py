@@ -85,7 +85,7 @@ class Runner:
         self._entries = [f"{m.value}:{d.num_tokens}" for m, d in table.entries]
         self._fallbacks: Counter[tuple[int, str]] = Counter()
         self._told: Counter[str] = Counter()
-        self._rows, self._padded = 0, 0
+        self._rows, self._padded, self._autocast_met = 0, 0, False
         static = memory.static_tensors if config.debug.check_addresses else None
         self._weights = Weights(model.module, memory.tensors, static)
         self._plain_calls: dict[int, tuple[CheckedBatch, bool, EntryKey | None]] = {}
@@ -361,6 +361,9 @@ class Runner:
         try:
             if not torch.is_autocast_enabled(self._device_type):
                 return self._execute(key, inputs, batch, unlike)
+            if not self._autocast_met:
+                logger.warning("called under torch.autocast, which a runner does not follow")
+                self._autocast_met = True
             with torch.autocast(self._device_type, enabled=False):
                 return self._execute(key, inputs, batch, unlike)
         finally:

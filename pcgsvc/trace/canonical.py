@@ -24,19 +24,11 @@ from pcgsvc.forward.specs import Binding, InputSpec, SizePredicate, TensorSpec
 from pcgsvc.trace.backend import DynamoCapture, view_refusal
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import mutated_args, op_names, user_line
+from pcgsvc.trace.refusals import refuse_unsupported
 from pcgsvc.trace.sources import line_that_sets
 
 _VIEW_OPS = {"aten::numpy_T": "T", "aten::mT": "mT", "aten::matrix_H": "H", "aten::mH": "mH"}
 """What torch 2.14 puts into the graph for attributes that are views; see `backend`."""
-
-_HIGHER_ORDER = {
-    "cond": ("torch.cond", "compute both branches, and choose with torch.where"),
-    "tag_activation_checkpoint": (
-        "torch.utils.checkpoint",
-        "call the function itself, since there are no gradients to save memory for",
-    ),
-}
-"""What users call a higher-order operator, and what does the same without it."""
 
 
 class Canonical:
@@ -64,7 +56,7 @@ class Canonical:
 
     def build(self) -> TracedGraph:
         """Return the canonical graph."""
-        self._refuse_higher_order()
+        refuse_unsupported(self.graph)
         bindings = self._bind()
         self._drop_noise()
         self._check_static()
@@ -94,19 +86,6 @@ class Canonical:
             size_of=self._dim,
             ops=Counter(name for n in self.graph.nodes for name in op_names(n)[:1]),
         )
-
-    def _refuse_higher_order(self) -> None:
-        """Refuse operators whose bodies are graphs of their own: a piece is one list of calls."""
-        for node in self.graph.nodes:
-            name = torch_private.higher_order_name(node.target)
-            if name is not None:
-                called, instead = _HIGHER_ORDER.get(name, (name, "call its body itself"))
-                raise TraceError(
-                    f"{called} at {user_line(node)}: a higher-order operator, which runs graphs of "
-                    f"its own; a piece has none. Ways out: {instead}; or wrap it in a "
-                    "@pcgsvc.splitting_op, which runs outside the graphs; or set "
-                    "partition.strategy=breakable, which traces nothing."
-                )
 
     def _refuse_input_writes(self, bindings: dict[torch.fx.Node, Binding]) -> None:
         """Refuse writes to inputs: a runner has its own, and the caller's would stay as it was."""

@@ -1,0 +1,153 @@
+"""Why a program differs from plain execution, in words, with what to do.
+
+In: a comparison that failed, and a `Trial` for experiments. Out: text. Experiments run on failure
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pcgsvc import torch_private
+from pcgsvc.capture.plan import CapturePlan
+from pcgsvc.check.tolerance import error_of, tolerance_of
+from pcgsvc.check.trial import Step, Trial, same_random_numbers
+from pcgsvc.config import Compiler, Mode
+from pcgsvc.forward.workspace import Workspace, preserved
+from pcgsvc.ops.context import use_context
+from pcgsvc.ops.expert_group import uses_group
+from pcgsvc.program.image import ProgramImage
+
+BAKED_IN = (
+    "its regions compute what the traced ops do, but plain execution does something else: the "
+    "forward, or a function of torch that it calls, looks at host state (a flag, a mode, whether "
+    "it is being traced). Take that out of the forward, or wrap it in a splitting op."
+)
+
+COMPILER = (
+    "the compiled program computes something else than the module, without any graph: the "
+    "compiler got a region wrong. compiler.on_mismatch=eager runs just that region uncompiled, "
+    "compiler=eager all of them; a program from the cache is compared when it is built anew "
+    "(cache.mode=refresh)."
+)
+
+
+def unsteady(trial: Trial, step: Step) -> str | None:
+    """Return why the module differs from itself on the same inputs and state, or None."""
+    once = trial.plain(step)
+    error = error_of(trial.plain(step), once)
+    if error <= tolerance_of(once, error, lambda: trial.plain(step)):
+        return None
+    return (
+        "the module itself gives other results when it is called again with the same inputs, "
+        "state and random seed: it reads host state that changes from call to call (a counter, "
+        "the time), or an op writes memory that it does not declare. Move that into a splitting "
+        "op, or pass it as an input."
+    )
+
+
+def random_ops(image: ProgramImage) -> list[str]:
+    """Return the ops of a program, splitting ops aside, that draw random numbers."""
+    return [name for name in image.ops if name not in image.matched and _is_random(name)]
+
+
+def draws_random(image: ProgramImage) -> str:
+    """Say that a forward draws random numbers, and what to do."""
+    names = ", ".join(random_ops(image) or image.matched)
+    return (
+        f"the forward draws random numbers ({names}), so no two runs of it are alike. Switch that "
+        "off (module.eval(), p=0), or pass the numbers as an input."
+    )
+
+
+def _draws(trial: Trial, step: Step) -> bool:
+    """Whether a run of the module moves torch's random generators."""
+    device = trial.memory.device
+    with preserved(trial.state), same_random_numbers(device):
+        before = _generators(device)
+        with trial.memory.on_stream(), use_context(trial.memory.unpadded_context(step.batch)):
+            trial.model.run_module(step.inputs)
+        return not all(map(torch.equal, before, _generators(device)))
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda]
+
+
+def _is_random(name: str) -> bool:
+    namespace, _, op = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), op, None)
+    return torch.Tag.nondeterministic_seeded in torch_private.op_tags(packet)
+
+
+def program_differs(trial: Trial, step: Step) -> tuple[float, float] | None:
+    """Return error and tolerance if the program, run without graphs, is not as the module."""
+    got, plain = trial.both(step)
+    wanted = plain()
+    error = error_of(got, wanted)
+    tolerance = tolerance_of(wanted, error, plain, always=uses_group(trial.config))
+    return (error, tolerance) if error > tolerance else None
+
+
+def of_entry(
+    row: Mapping[str, Any], plan: CapturePlan, memory: Workspace, trial: Trial | None
+) -> str:
+    """Say what makes a captured entry wrong, and what to do; `trial`: None: no experiments."""
+    where = f"{row['mode']} size {row['size']}"
+    if trial is not None and (found := _without_graphs(row, trial)) is not None:
+        return f"{where}: {found}"
+    if row["spoilt_state"] and row["num_tokens"] < row["size"]:
+        return (
+            f"{where} with {row['num_tokens']} true rows: padding rows reach the model's state "
+            f"{row['spoilt_state']} (padded with {row['padding']}). Mask what goes into it with "
+            "pcgsvc.true_rows, or write it in a splitting op, which knows the true row count."
+        )
+    if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
+        return _mixes(row, plan, memory)
+    return (
+        f"{where}: the replay differs from the module on the same inputs by "
+        f"{row['max_rel_err']:.3g} (tolerance {row['tolerance']:.3g}), and only the replay: an op "
+        "reads host state or memory that the graph does not rewrite. Mark it as a splitting op, "
+        "or set capture.self_check=false to look into it."
+    )
+
+
+def _without_graphs(row: Mapping[str, Any], trial: Trial) -> str | None:
+    """Return what is wrong before anything is captured, or None."""
+    step = trial.step(row["num_tokens"])
+    if random_ops(trial.model.image) or _draws(trial, step):
+        return draws_random(trial.model.image)
+    if (found := unsteady(trial, step)) is not None:
+        return found
+    if trial.model.predicate.broken_by(step.rows) is None and program_differs(trial, step):
+        return COMPILER if trial.config.compiler.name is Compiler.INDUCTOR else BAKED_IN
+    return None
+
+
+def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
+    """Say what makes an entry right on padded inputs and wrong on the true rows."""
+    where = f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows"
+    gap = f"{row['max_rel_err_true']:.3g} (tolerance {row['tolerance_true']:.3g})"
+    text = (
+        f"{where}: padding rows, filled with {row['padding']}, change the true ones by {gap}: "
+        "outside its splitting ops, the forward mixes rows or computes with their number. Move "
+        "that into a splitting op, or set capture.self_check=false."
+    )
+    inner = [s.name for s in memory.inputs if s.dims and s.order[0] not in s.dims]
+    if inner:
+        text += (
+            f" Or it computes with the memory layout of {inner}, whose strides depend on the row "
+            "count as the example is laid out: pass it contiguous, with the rows outermost."
+        )
+    attention = memory.attention
+    if row["mode"] == Mode.FULL.value and attention is not None:
+        text += (
+            f" Or attention={plan.config.attention.name} computes something else in full graphs "
+            f"than outside them: it claims support {attention.cudagraph_support.name}; "
+            "mode=piecewise keeps it outside."
+        )
+    return text
