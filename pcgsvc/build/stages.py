@@ -108,6 +108,7 @@ def compile_pieces(
         pieces = {key: compiled(piece) for key, piece in unique.items()}
         for size, key in sized:
             artifacts.specialized.setdefault(size, {})[key] = compiled(unique[key], size)
+    artifacts.watch_kernels()
     return pieces
 
 

@@ -89,6 +89,10 @@ class Artifacts:
         """Return a compiled piece; see `Pieces.load_or_compile`."""
         return self._pieces.load_or_compile(piece, dump_path, size)
 
+    def watch_kernels(self) -> None:
+        """Take what is compiled from here on for kernels of boundaries: all pieces are there."""
+        self._kernels.start()
+
     def sized(self, image: ProgramImage) -> list[tuple[int, str]]:
         """Return (size, hash) of the pieces that a program has for exact sizes."""
         return self._pieces.sized(image)
@@ -136,7 +140,7 @@ class Artifacts:
                 if self._pieces.toolchain is not None:
                     self._pieces.toolchain.unpack()  # Triton's own helper, which they need as well
                 self._kernels.unpack(facts)
-            self._kernels.start()
+            self.watch_kernels()
             return image, pieces
         raise NoProgramError("; ".join(dict.fromkeys(reasons)) or "no program in the entry")
 
@@ -186,7 +190,6 @@ class Artifacts:
         if image.out_tree is None:
             self.counts.not_saved("the result", "a class in it cannot be found again by its name")
             return False
-        self._kernels.start()
         key, toolchain = key_of(facts), self._pieces.toolchain
         known, has_piece = self._known(key), partial(self._store.has, Kind.PIECE)
         variants, pieces = [to_json(image).decode()], set(self._pieces.keys(image))

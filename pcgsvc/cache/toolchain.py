@@ -67,8 +67,8 @@ class BoundaryKernels:
 
     def __init__(self, store: Store, folder: CompilerFolder) -> None:
         self._store, self._folder = store, folder
-        self._known: set[str] = set()
-        """Files that are stored already, or came from the store."""
+        self._known: set[str] | None = None
+        """Files that are stored already, or came from the store; None: not started."""
         self._loaded: set[str] = set()
         """Those of them that boundaries made."""
 
@@ -78,7 +78,8 @@ class BoundaryKernels:
 
     def start(self) -> None:
         """Take what the compilers have written until now for no kernels of boundaries; once."""
-        self._known = self._known or blob.snapshot(self._folder.path)
+        if self._known is None:
+            self._known = blob.snapshot(self._folder.path)
 
     def unpack(self, facts: Mapping[str, Any]) -> None:
         """Write a program's stored kernels where Triton looks for them."""
@@ -89,7 +90,7 @@ class BoundaryKernels:
 
     def store(self, facts: Mapping[str, Any]) -> str | None:
         """Store the kernels of a program that has run; return their key, None if none are new."""
-        new = blob.snapshot(self._folder.path) - self._known
+        new = blob.snapshot(self._folder.path) - (self._known or set())
         made = {file for file in new if file.startswith("triton/")}
         if not made:
             return None

@@ -29,6 +29,7 @@ from pcgsvc.forward.request import Request
 from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.model import CompiledModel, allocate
 from pcgsvc.program.pieces import Partition
+from pcgsvc.program.writes import undeclared_writes_refused
 
 Drop = Callable[[Iterable[str]], None]
 
@@ -59,7 +60,11 @@ def check_program(
     """
     memory = allocate(request, model)
     try:
-        with torch.no_grad(), phases.phase("check"):
+        with (
+            undeclared_writes_refused(model, memory.tensors),
+            torch.no_grad(),
+            phases.phase("check"),
+        ):
             return _checked(model, Trial.of(model, memory, request), partition, drop)
     finally:
         memory.close()

@@ -31,7 +31,9 @@ CODE = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
 _NO_TENSORS = ("pcgsvc", "logging", "threading", "io", "_io", "inspect", "contextvars")
 """Packages whose objects hold no tensor of a model: only the search for tensors skips them, since
 a runner is reachable from its own forward, and a logger from every other."""
-_NOT_USERS = ("pcgsvc", "typing_extensions")
+_NOT_USERS = ("pcgsvc", "typing_extensions", "_pytest")
+"""Packages whose code decides nothing of what a forward computes. Every `assert` of a test module
+reads a global of pytest's, from which all tests are reachable."""
 _MAX_DEPTH = 50
 _MAX_OBJECTS = 200_000
 """How many objects the search for tensors enters; deeper or later ones are not found."""

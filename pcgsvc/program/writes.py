@@ -91,10 +91,14 @@ def _watched(
     declared = {torch_private.storage_id(tensors[name]) for name in model.mutated}
     models = {**tensors_of(model.module), **tensors}
     own = {f"{op}: {n}": t for op in ops for n, t in _held_by(op)}
+    dense = [
+        (name, tensor)
+        for name, tensor in {**own, **models}.items()
+        if tensor.layout is torch.strided and torch_private.has_memory(tensor)
+    ]
     found, seen, left = [], set[int](), _BUDGET_BYTES
-    for name, tensor in sorted({**own, **models}.items(), key=lambda item: item[1].nbytes):
-        writable = tensor.layout is torch.strided and torch_private.has_memory(tensor)
-        if not writable or id(tensor) in seen or torch_private.storage_id(tensor) in declared:
+    for name, tensor in sorted(dense, key=lambda item: item[1].nbytes):
+        if id(tensor) in seen or torch_private.storage_id(tensor) in declared:
             continue
         seen.add(id(tensor))
         left -= tensor.nbytes
@@ -106,6 +110,8 @@ def _watched(
 
 def _held_by(op: str) -> Iterator[tuple[str, torch.Tensor]]:
     spec = find_spec(op)
+    if spec is None and "::" not in op:  # a Python function at which `breakable` breaks
+        return
     functions = torch_private.op_functions(op) if spec is None else [spec.kernel]
     for function in functions:
         yield from tensors_held(function).items() if function is not None else ()

@@ -230,7 +230,7 @@ def test_sizes_share_one_pool() -> None:
 
 def test_memory_budget_keeps_what_fits() -> None:
     overrides = ["model=llama", "compiler=eager", "capture.memory_budget=4MiB", "mode=piecewise"]
-    with pcgsvc.load_runner([*overrides, "capture.sizes=[1,8,512]"]) as runner:
+    with pcgsvc.load_runner([*overrides, "capture.sizes=[1,8,2048]"]) as runner:
         skipped = runner.report["graphs"]["skipped"]
         assert skipped
         assert "memory_budget" in skipped[0]["reason"]
