@@ -7,6 +7,7 @@ that the compiler got wrong run uncompiled where that is asked for. Padding, gra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -23,13 +24,15 @@ from pcgsvc.check.pieces import wrong_regions
 from pcgsvc.check.trial import Step, Trial
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.config import Compiler, Config, OnMismatch
-from pcgsvc.errors import VerifyError
+from pcgsvc.errors import PcgError, VerifyError
 from pcgsvc.events import Phases
 from pcgsvc.forward.request import Request
 from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.model import CompiledModel, allocate
 from pcgsvc.program.pieces import Partition
 from pcgsvc.program.writes import undeclared_writes_refused
+
+logger = logging.getLogger(__name__)
 
 Drop = Callable[[Iterable[str]], None]
 
@@ -73,7 +76,7 @@ def check_program(
 def _checked(model: CompiledModel, trial: Trial, partition: Partition, drop: Drop) -> CompiledModel:
     for rows in _sizes(trial.config, model):
         step = trial.step(rows)
-        while (found := program_differs(trial, step)) is not None:
+        while (found := _difference(trial, step)) is not None:
             if trial.config.compiler.name is Compiler.INDUCTOR and random_ops(model.image):
                 why = draws_random(model.image)
                 warning = f"the compiled program was not compared with the module: {why}"
@@ -85,6 +88,31 @@ def _checked(model: CompiledModel, trial: Trial, partition: Partition, drop: Dro
             )
             trial = replace(trial, model=_mended(trial, step, partition, drop, differs))
     return trial.model
+
+
+def _difference(trial: Trial, step: Step) -> tuple[float, float] | None:
+    """Return error and tolerance of a program that differs, or None.
+
+    A row count that the module itself raises for (a table that is too short) is for capture, which
+    skips it by name.
+
+    Raises:
+        VerifyError: the program raises and the module does not.
+    """
+    try:
+        return program_differs(trial, step)
+    except PcgError:
+        raise
+    except Exception as error:
+        try:
+            trial.plain(step)
+        except Exception as same:  # noqa: BLE001 - the user's code
+            logger.debug("check: %d rows are not compared: the forward raises %r", step.rows, same)
+            return None
+        raise VerifyError(
+            f"the program raises at {step.rows} rows, without graphs, and the module does not: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _sizes(config: Config, model: CompiledModel) -> list[int]:

@@ -67,8 +67,13 @@ class CompiledModel:
 
     @cached_property
     def reads_metadata(self) -> bool:
-        """Whether anything in it may read the step's context; torch's own ops do not."""
-        return not all(name.startswith(("aten::", "prims::")) for name in self.image.ops)
+        """Whether anything in it may read the step's context; torch's own ops do not.
+
+        What a boundary gives is cut to the true rows by it, whosever the op is.
+        """
+        return bool(self.image.matched) or not all(
+            name.startswith(("aten::", "prims::")) for name in self.image.ops
+        )
 
     @cached_property
     def outputs(self) -> OutputPlan:

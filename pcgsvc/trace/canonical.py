@@ -303,7 +303,7 @@ class Canonical:
                 outputs.append(("input", inputs[id(leaf)]))
             elif leaf is None or isinstance(leaf, (bool, str)):
                 constants[at] = leaf
-            elif isinstance(leaf, torch.Tensor):
+            elif isinstance(leaf, torch.Tensor) and node is None:
                 name = self.names.get(id(leaf))
                 what = f"the module's own {name!r}" if name else "a tensor that it holds"
                 raise TraceError(
