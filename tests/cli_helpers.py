@@ -15,7 +15,9 @@ import pytest
 import torch
 from hydra.core.singleton import Singleton
 
+import pcgsvc
 from pcgsvc.jobs.app import main
+from pcgsvc.jobs.run import run_job as job
 
 TINY = ["model.num_layers=1", "compiler=eager", "capture.sizes=[1,2]", "bench.enabled=false"]
 
@@ -67,3 +69,9 @@ def command_line(
     root.setLevel(level)
     root.handlers[:] = handlers
     Singleton.set_state(singletons)
+
+
+def run_job(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run the job of a command line, without Hydra's folders; return its report."""
+    patch.chdir(folder)
+    return job(pcgsvc.load_config(words), folder / "report.json")

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from cli_helpers import Cli
+    from warm_cli_helpers import Cli as CachedCli
     from warm_helpers import Sources, Starter
 
     from pcgsvc import Runner
@@ -226,3 +228,29 @@ def validate_report() -> Callable[[Mapping[str, Any] | str | Path], None]:
         assert not errors, "\n".join(f"{e.json_path}: {e.message}" for e in errors)
 
     return validate
+
+
+@pytest.fixture
+def cli(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Cli]:
+    """Return a call of `main` in an empty folder."""
+    from cli_helpers import command_line
+
+    with command_line(tmp_path, monkeypatch, capsys) as call:
+        yield call
+
+
+@pytest.fixture
+def cached_cli(
+    tmp_path: Path,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> Iterator[CachedCli]:
+    """Return a call of `main` in a new folder each: a tiny eager model, the cache `root`."""
+    from warm_cli_helpers import cache_command_line
+
+    with cache_command_line(tmp_path, root, monkeypatch, capsys, caplog) as call:
+        yield call

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.nn import functional
 
-import pcgsvc
 from pcgsvc.config import Config, ModelConfig, MoeConfig
 from pcgsvc.models.catalog import build_model
 
@@ -58,11 +55,3 @@ def layer_tensors(experts: int = 6, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(9, 8), (9, experts), (experts, 20, 8), (experts, 8, 10)]
     return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-def run_job(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run the job of a command line, without Hydra's folders; return its report."""
-    from pcgsvc.jobs.run import run_job as run
-
-    patch.chdir(folder)
-    return run(pcgsvc.load_config(words), folder / "report.json")

@@ -9,13 +9,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_helpers import TINY, Cli, command_line
+from cli_helpers import TINY, Cli
 
 from pcgsvc import pipeline
 from pcgsvc.check.verify import Verified, refusal, verify
@@ -23,16 +22,6 @@ from pcgsvc.config import from_dict
 from pcgsvc.errors import ConfigError, VerifyError
 from pcgsvc.jobs import run as jobs
 from pcgsvc.jobs.preflight import check
-
-
-@pytest.fixture
-def cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Cli]:
-    """Return a call of `main` in an empty folder."""
-    with command_line(tmp_path, monkeypatch, capsys) as call:
-        yield call
-
 
 # ---- bad configuration ---------------------------------------------------------------------------
 

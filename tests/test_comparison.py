@@ -9,12 +9,11 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import Cli, command_line
+from cli_helpers import Cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_helpers import even, make_report, make_row
@@ -382,15 +381,6 @@ def test_files_are_written_whole_and_an_old_picture_goes(tmp_path: Path) -> None
 
 
 # ---- job=compare ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Cli]:
-    """Return a call of `main` in an empty folder."""
-    with command_line(tmp_path, monkeypatch, capsys) as call:
-        yield call
 
 
 def write(path: Path, report: Any) -> str:

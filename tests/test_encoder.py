@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_helpers import run_job
 from model_helpers import make_context
 from script_helpers import load_script
 from torch.nn import functional
@@ -200,14 +201,6 @@ def test_inductor_regions_verify_piecewise_and_in_full_graphs(
         report = run_job(words, tmp_path, monkeypatch)
         assert [row["ok"] for row in report["verify"]] == [True, True], mode
         assert report["compile"]["num_compiled"] == compiled, mode
-
-
-def run_job(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run the job of a command line, without Hydra's folders; return its report."""
-    from pcgsvc.jobs.run import run_job as run
-
-    patch.chdir(folder)
-    return run(pcgsvc.load_config(words), folder / "report.json")
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from cli_helpers import run_job
 from core_helpers import rows, verified
-from moe_helpers import TINY, moe_config, run_job
+from moe_helpers import TINY, moe_config
 from torch import nn
 
 import pcgsvc

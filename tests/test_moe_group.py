@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from cli_helpers import command_line
+from cli_helpers import command_line, run_job
 from model_helpers import make_context
-from moe_helpers import ALL_TO_ALL, TINY, layer_tensors, moe_config, run_job
+from moe_helpers import ALL_TO_ALL, TINY, layer_tensors, moe_config
 from torch import distributed
 
 import pcgsvc

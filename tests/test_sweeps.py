@@ -12,13 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_helpers import Cli, Done, command_line
+from cli_helpers import Cli, Done
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
@@ -36,15 +36,6 @@ from pcgsvc.report import comparison
 TINY = ["model=two_regions", "compiler=eager", "capture.sizes=[1,2]", "bench.enabled=false"]
 HERE = ["device=cpu", "hydra.sweep.dir=out", "sweep.isolate=false"]
 """A sweep in this process, where a test can reach into its jobs."""
-
-
-@pytest.fixture
-def cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Cli]:
-    """Return a call of `main` in an empty folder."""
-    with command_line(tmp_path, monkeypatch, capsys) as call:
-        yield call
 
 
 def table_of(done: Done) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from warm_cli_helpers import (
     TINY,
     WARM,
     Cli,
-    cache_command_line,
     finish,
     home,
     in_process,
@@ -29,19 +27,6 @@ from warm_cli_helpers import (
 
 import pcgsvc
 from pcgsvc.cache.store import Store
-
-
-@pytest.fixture
-def cli(
-    tmp_path: Path,
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> Iterator[Cli]:
-    with cache_command_line(tmp_path, root, monkeypatch, capsys, caplog) as call:
-        yield call
-
 
 NO_DYNAMO = """
 import sys
@@ -55,9 +40,9 @@ sys.exit(f"imported: {loaded}" if loaded else code)
 
 
 def test_another_process_home_and_place_is_warm_without_importing_dynamo(
-    cli: Cli, root: Path, tmp_path: Path
+    cached_cli: Cli, root: Path, tmp_path: Path
 ) -> None:
-    assert cli().code == 0
+    assert cached_cli().code == 0
     moved = tmp_path / "moved" / "elsewhere"
     moved.parent.mkdir()
     root.rename(moved)

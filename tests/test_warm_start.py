@@ -7,7 +7,7 @@ library build: test_warm_damage.py; what is stored, and for whom: test_warm_stor
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +16,17 @@ from store_helpers import stored_files
 from warm_cli_helpers import (
     WARM,
     Cli,
-    cache_command_line,
 )
 
 from pcgsvc import torch_private
 
 
 @pytest.fixture
-def cli(
-    tmp_path: Path,
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> Iterator[Cli]:
-    with cache_command_line(tmp_path, root, monkeypatch, capsys, caplog) as call:
-        yield call
-
-
-@pytest.fixture
-def filled(cli: Cli, root: Path, programs: Path) -> Path:
+def filled(cached_cli: Cli, root: Path, programs: Path) -> Path:
     """The cache root, as one cold run leaves it."""
     kept = programs / "of one run"
     if not kept.exists():
-        first = cli()
+        first = cached_cli()
         assert (first.code, first.start) == (0, ("cold", 1, 2))
         root.rename(kept)
     shutil.copytree(kept, root)
@@ -59,11 +46,11 @@ def forbid_compilers(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_second_run_is_warm_and_right_and_its_report_says_so(
-    cli: Cli, validate_report: Callable[[Any], None]
+    cached_cli: Cli, validate_report: Callable[[Any], None]
 ) -> None:
-    first = cli()
+    first = cached_cli()
     assert (first.code, first.start) == (0, ("cold", 1, 2))
-    second = cli()
+    second = cached_cli()
     assert (second.code, second.start) == (0, WARM)
     (report,) = second.reports
     validate_report(report)
@@ -80,23 +67,25 @@ def test_the_second_run_is_warm_and_right_and_its_report_says_so(
 
 
 def test_a_warm_start_needs_neither_dynamo_nor_a_compiler(
-    cli: Cli, filled: Path, monkeypatch: pytest.MonkeyPatch
+    cached_cli: Cli, filled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forbid_compilers(monkeypatch)
-    again = cli()
+    again = cached_cli()
     assert (again.code, again.start) == (0, WARM)
-    assert cli("model.hidden_size=64").code == 1  # the control: a cold start does need them
+    assert cached_cli("model.hidden_size=64").code == 1  # the control: a cold start does need them
 
 
-def test_job_compile_fills_the_cache_and_captures_nothing(cli: Cli) -> None:
-    filled = cli("job=compile")
+def test_job_compile_fills_the_cache_and_captures_nothing(cached_cli: Cli) -> None:
+    filled = cached_cli("job=compile")
     assert (filled.code, filled.start) == (0, ("cold", 1, 2))
     assert "graphs" not in filled.reports[0]
-    assert cli("cache.require_warm=true").start == WARM
+    assert cached_cli("cache.require_warm=true").start == WARM
 
 
-def test_a_sweep_over_sizes_and_modes_compiles_in_its_first_job_only(cli: Cli) -> None:
-    done = cli("-m", "capture.sizes=[1],[1,2]", "mode=piecewise,full,none", "sweep.isolate=false")
+def test_a_sweep_over_sizes_and_modes_compiles_in_its_first_job_only(cached_cli: Cli) -> None:
+    done = cached_cli(
+        "-m", "capture.sizes=[1],[1,2]", "mode=piecewise,full,none", "sweep.isolate=false"
+    )
     assert done.code == 0
     jobs = [(r["config"]["capture"]["sizes"], r["config"]["mode"]) for r in done.reports]
     assert jobs == [(s, m) for s in ([1], [1, 2]) for m in ("piecewise", "full", "none")]
@@ -114,8 +103,8 @@ IRRELEVANT = [
 ]
 
 
-def test_settings_that_cannot_matter_are_a_hit(cli: Cli, filled: Path) -> None:
-    assert cli(*IRRELEVANT).start == WARM
+def test_settings_that_cannot_matter_are_a_hit(cached_cli: Cli, filled: Path) -> None:
+    assert cached_cli(*IRRELEVANT).start == WARM
 
 
 @pytest.mark.parametrize(
@@ -132,30 +121,32 @@ def test_settings_that_cannot_matter_are_a_hit(cli: Cli, filled: Path) -> None:
     ],
 )
 def test_a_setting_that_matters_is_a_miss_and_explain_names_exactly_that(
-    cli: Cli, filled: Path, monkeypatch: pytest.MonkeyPatch, words: str, fact: str
+    cached_cli: Cli, filled: Path, monkeypatch: pytest.MonkeyPatch, words: str, fact: str
 ) -> None:
     if "inductor" in words:
         monkeypatch.setattr(torch_private, "inductor_settings", dict)
-    told = cli("job=cache", "cache.action=explain", words)
+    told = cached_cli("job=cache", "cache.action=explain", words)
     assert told.code == 0
     assert "miss" in told.out
     sentence = told.out.partition("The nearest program differs in: ")[2].strip()
     assert sentence.partition(" (and ")[0].rstrip(".") == fact
-    refused = cli("cache.require_warm=true", words)
+    refused = cached_cli("cache.require_warm=true", words)
     assert refused.code == 1
     assert fact in refused.log + refused.out
     assert not refused.reports
 
 
-def test_explain_says_hit_for_what_is_stored(cli: Cli) -> None:
-    assert "miss: program" in cli("job=cache", "cache.action=explain").out
-    assert cli().code == 0
-    told = cli("job=cache", "cache.action=explain")
+def test_explain_says_hit_for_what_is_stored(cached_cli: Cli) -> None:
+    assert "miss: program" in cached_cli("job=cache", "cache.action=explain").out
+    assert cached_cli().code == 0
+    told = cached_cli("job=cache", "cache.action=explain")
     assert "hit: program" in told.out
     assert "2 pieces" in told.out
 
 
-def test_presets_of_one_shape_but_another_epsilon_are_told_apart(cli: Cli, filled: Path) -> None:
+def test_presets_of_one_shape_but_another_epsilon_are_told_apart(
+    cached_cli: Cli, filled: Path
+) -> None:
     # As two checkpoints of one architecture: nothing but what tracing read tells them apart.
     from pcgsvc.models import llama
 
@@ -166,7 +157,7 @@ def test_presets_of_one_shape_but_another_epsilon_are_told_apart(cli: Cli, fille
             real(self, width, eps * 1000, **where)
 
         patch.setattr(llama.RMSNorm, "__init__", other)
-        changed = cli()
+        changed = cached_cli()
     assert changed.code == 0
     assert changed.start[0] == "cold"
 
@@ -174,38 +165,38 @@ def test_presets_of_one_shape_but_another_epsilon_are_told_apart(cli: Cli, fille
 # ---- moving --------------------------------------------------------------------------------------
 
 
-def test_export_clear_import_is_warm(cli: Cli, filled: Path, tmp_path: Path) -> None:
+def test_export_clear_import_is_warm(cached_cli: Cli, filled: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle.tar"
-    assert cli("job=cache", "cache.action=export", f"cache.file={bundle}").code == 0
-    assert cli("job=cache", "cache.action=clear").code == 0
-    assert "miss" in cli("job=cache", "cache.action=explain").out
-    assert cli("job=cache", "cache.action=import", f"cache.file={bundle}").code == 0
-    assert cli("cache.require_warm=true").start == WARM
-    assert "sound" in cli("job=cache", "cache.action=check").out
+    assert cached_cli("job=cache", "cache.action=export", f"cache.file={bundle}").code == 0
+    assert cached_cli("job=cache", "cache.action=clear").code == 0
+    assert "miss" in cached_cli("job=cache", "cache.action=explain").out
+    assert cached_cli("job=cache", "cache.action=import", f"cache.file={bundle}").code == 0
+    assert cached_cli("cache.require_warm=true").start == WARM
+    assert "sound" in cached_cli("job=cache", "cache.action=check").out
 
 
 # ---- modes ---------------------------------------------------------------------------------------
 
 
-def test_read_serves_hits_and_stores_nothing(cli: Cli, root: Path) -> None:
-    missed = cli("cache.mode=read")
+def test_read_serves_hits_and_stores_nothing(cached_cli: Cli, root: Path) -> None:
+    missed = cached_cli("cache.mode=read")
     assert (missed.code, missed.start) == (0, ("cold", 1, 2))
     assert not root.exists()
-    assert cli().code == 0
+    assert cached_cli().code == 0
     before = {p: p.read_bytes() for p in stored_files(root)}
-    assert cli("cache.mode=read").start == WARM
-    assert cli("cache.mode=read", "model.hidden_size=64").start[0] == "cold"
+    assert cached_cli("cache.mode=read").start == WARM
+    assert cached_cli("cache.mode=read", "model.hidden_size=64").start[0] == "cold"
     assert {p: p.read_bytes() for p in stored_files(root)} == before
 
 
-def test_refresh_compiles_anew_and_stores_it(cli: Cli, filled: Path) -> None:
-    fresh = cli("cache.mode=refresh")
+def test_refresh_compiles_anew_and_stores_it(cached_cli: Cli, filled: Path) -> None:
+    fresh = cached_cli("cache.mode=refresh")
     assert (fresh.code, fresh.start) == (0, ("cold", 1, 2))
-    assert cli().start == WARM
+    assert cached_cli().start == WARM
 
 
-def test_off_is_cold_each_time_and_says_nothing_of_a_place(cli: Cli) -> None:
+def test_off_is_cold_each_time_and_says_nothing_of_a_place(cached_cli: Cli) -> None:
     for _ in range(2):
-        done = cli("cache.mode=off")
+        done = cached_cli("cache.mode=off")
         assert (done.code, done.start) == (0, ("cold", 1, 2))
         assert done.reports[0]["cache"]["dir"] is None

@@ -160,7 +160,7 @@ class _Check:
     @property
     def state(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers that the forward writes to."""
-        return {name: self.memory.tensors[name] for name in self.model.mutated}
+        return self.memory.bound(self.model.mutated)
 
     def entry(self, key: EntryKey, rng: random.Random) -> dict[str, Any]:
         """Check one entry with each kind of padding; return what was worst.
