@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_helpers import Cli
 from hydra.core.singleton import Singleton
-from test_app import Cli, cli  # noqa: F401 - a fixture
 
 from pcgsvc.config import Compiler, Job, OnUncovered, Outputs, resolve, validate
 from pcgsvc.config.compose import compose
@@ -100,7 +100,7 @@ def test_a_presets_dimensions_are_named() -> None:
 # ---- what is printed -----------------------------------------------------------------------------
 
 
-def test_a_setting_is_explained_in_full_and_nothing_is_written(cli: Cli) -> None:  # noqa: F811
+def test_a_setting_is_explained_in_full_and_nothing_is_written(cli: Cli) -> None:
     done = cli("job=config", "config.explain=capture.sizes", "device=cpu")
     assert done.code == 0
     assert not done.files
@@ -113,7 +113,7 @@ def test_a_setting_is_explained_in_full_and_nothing_is_written(cli: Cli) -> None
     assert "cache key  not in it: which graphs are captured" in done.out
 
 
-def test_a_group_is_a_table_of_its_settings(cli: Cli) -> None:  # noqa: F811
+def test_a_group_is_a_table_of_its_settings(cli: Cli) -> None:
     done = cli("job=config", "config.explain=partition", "partition.strategy=breakable")
     assert done.code == 0
     rows = [line.split()[0] for line in done.out.splitlines() if line.startswith("partition.")]
@@ -122,7 +122,7 @@ def test_a_group_is_a_table_of_its_settings(cli: Cli) -> None:  # noqa: F811
     assert "yes" in done.out
 
 
-def test_without_a_name_all_settings_are_listed(cli: Cli) -> None:  # noqa: F811
+def test_without_a_name_all_settings_are_listed(cli: Cli) -> None:
     done = cli("job=config", "device=cpu")
     for setting in walk():
         assert f"{setting.path} " in done.out
@@ -132,7 +132,7 @@ def test_without_a_name_all_settings_are_listed(cli: Cli) -> None:  # noqa: F811
     ("name", "hint"),
     [("capture.size", "capture.sizes"), ("sizes", "capture.sizes"), ("captur", "capture")],
 )
-def test_an_unknown_name_lists_near_ones(cli: Cli, name: str, hint: str) -> None:  # noqa: F811
+def test_an_unknown_name_lists_near_ones(cli: Cli, name: str, hint: str) -> None:
     done = cli("job=config", f"config.explain={name}")
     assert done.code == 2
     assert f"config.explain: got '{name}'" in done.err
@@ -140,14 +140,14 @@ def test_an_unknown_name_lists_near_ones(cli: Cli, name: str, hint: str) -> None
     assert not done.files
 
 
-def test_a_sweep_cannot_be_explained(cli: Cli) -> None:  # noqa: F811
+def test_a_sweep_cannot_be_explained(cli: Cli) -> None:
     done = cli("-m", "job=config", "seed=1,2")
     assert done.code == 2
     assert "one configuration at a time" in done.err
     assert not done.files
 
 
-def test_a_mistake_elsewhere_is_told_as_ever(cli: Cli) -> None:  # noqa: F811
+def test_a_mistake_elsewhere_is_told_as_ever(cli: Cli) -> None:
     done = cli("job=config", "capture.sizes=[0]")
     assert done.code == 2
     assert "capture.sizes: got [0]" in done.err
@@ -239,7 +239,7 @@ def test_a_preset_yields_to_a_group_on_the_command_line() -> None:
 
 
 @pytest.mark.slow
-def test_debug_runs_a_model_whole(cli: Cli) -> None:  # noqa: F811
+def test_debug_runs_a_model_whole(cli: Cli) -> None:
     done = cli("preset=debug", "model.num_layers=1", "capture.sizes=[2]", "bench.enabled=false")
     assert done.code == 0, done.out + done.err
     (report,) = done.reports

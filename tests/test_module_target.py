@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_app
 import torch
 from cli_helpers import Cli, Done
 from omegaconf import OmegaConf
@@ -21,9 +20,6 @@ from pcgsvc.config import from_dict
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.preflight import check
 from pcgsvc.models.described import read_inputs
-
-cli = test_app.cli
-"""The fixture."""
 
 FAST = ["compiler=eager", "capture.sizes=[2,4]", "bench.enabled=false"]
 SOURCE = """

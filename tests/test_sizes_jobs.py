@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from cli_helpers import Cli
 from core_helpers import make_config, rows, toy
-from test_app import Cli, cli
 
 import pcgsvc
 from pcgsvc.config import from_dict, to_dict
 from pcgsvc.jobs import preflight
 from pcgsvc.jobs.sizes import recommend
-
-__all__ = ["cli"]  # the fixture
 
 TINY = ["device=cpu", "model.num_layers=1", "compiler=eager", "bench.enabled=false"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import test_app
 import torch
 from cli_helpers import Cli
 from core_helpers import WIDTH, build, rows
@@ -13,9 +12,6 @@ from core_helpers import WIDTH, build, rows
 import pcgsvc
 from pcgsvc.config import Mode
 from pcgsvc.errors import UncoveredError, VerifyError
-
-cli = test_app.cli
-"""The fixture."""
 
 SOURCE = """
 import torch
