@@ -9,7 +9,7 @@ A comment on the line before a fence says what is special about the block:
                              in which REGEX is found
 
 A page's blocks run from top to bottom in one folder; its Python blocks are one module. As a
-program it rewrites the outputs of the pages named, or of all.
+program it rewrites the outputs of the pages named, or of all, and their tables of figures.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
+from docs_figures import filled
+
 ROOT = Path(__file__).parents[1]
 RUN = ("python", "bash")
 """Languages whose blocks are run."""
@@ -36,6 +38,8 @@ _FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _NOTE = re.compile(r"<!-- ([a-z]+)(?:: (.*?))? -->")
+_LOGGED = re.compile(r"^\[\d{4}-.*\n", re.MULTILINE)
+"""What the log prints between the lines of a job."""
 _OURS = (["scripts/run"], ["pcgsvc"], ["python", "-m", "pcgsvc"])
 """What a command line of pcgsvc begins with."""
 
@@ -56,6 +60,9 @@ class Block:
     notes: dict[str, str] = field(default_factory=dict)
     """What the comments before it say, by their first word."""
 
+    small: bool = False
+    """Whether the test makes the block before it quick, and so another output of the same kind."""
+
     @property
     def runs(self) -> bool:
         """Whether it is run here."""
@@ -69,17 +76,14 @@ def pages() -> list[Path]:
 
 def blocks_of(page: Path) -> list[Block]:
     """Return a page's fenced blocks in order."""
-    text = page.read_text()
-    return [
-        Block(
-            language=found["language"],
-            text=found["text"],
-            line=text.count("\n", 0, found.start("text")) + 1,
-            span=found.span("text"),
-            notes={name: words or "" for name, words in _NOTE.findall(found["notes"])},
-        )
-        for found in _FENCE.finditer(text)
-    ]
+    text, small, blocks = page.read_text(), False, []
+    for found in _FENCE.finditer(text):
+        notes = {name: words or "" for name, words in _NOTE.findall(found["notes"])}
+        line = text.count("\n", 0, found.start("text")) + 1
+        language, span = found["language"], found.span("text")
+        blocks.append(Block(language, found["text"], line, span, notes, small=small))
+        small = "test" in notes or ("output" in notes and small)
+    return blocks
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -143,7 +147,10 @@ def _module(page: Path, folder: Path) -> Iterator[ModuleType]:
 def _run_python(block: Block, module: ModuleType) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(compile("\n" * (block.line - 1) + block.text, str(module.__file__), "exec"), vars(module))  # noqa: S102
+        exec(
+            compile("\n" * (block.line - 1) + block.text, str(module.__file__), "exec"),
+            vars(module),
+        )
     return out.getvalue()
 
 
@@ -153,24 +160,37 @@ def _run_python(block: Block, module: ModuleType) -> str:
 def selected(output: str, block: Block, folder: Path) -> str:
     """Return what an output block shows of what was printed."""
     wanted = re.compile(block.notes["output"])
-    lines = [line.rstrip().replace(str(folder), "…") for line in output.strip("\n").splitlines()]
-    return "".join(f"{line}\n" for line in lines if wanted.search(line))
+    lines = [
+        line.rstrip().replace(str(folder), "…") for line in _LOGGED.sub("", output).splitlines()
+    ]
+    return "".join(f"{line}\n" for line in lines if wanted.search(line)).strip("\n") + "\n"
 
 
-def shape_of(output: str) -> list[str]:
-    """Return the lines of an output without what another run, or machine, may change."""
+def shape_of(output: str, *, part: bool) -> list[str]:
+    """Return the lines of an output without what another run, or machine, may change.
+
+    Args:
+        output: what was printed, or is shown.
+        part: it is of a smaller job: what the lines are about counts, not how many there are.
+    """
+    if part:
+        return sorted({line.split()[0] for line in output.splitlines() if line[:1].strip()})
     shape = re.sub(r"\b[0-9a-f]{8,}\b", "HASH", output)
     shape = re.sub(r"\b(launch|boundary|compute)(-bound)?$", "BOUND", shape, flags=re.MULTILINE)
-    shape = re.sub(r"\d[\d.:_-]*", "0", shape)
+    shape = re.sub(r"\d[\d.:_-]*(e-?\d+)?\*?", "0", shape)
     shape = re.sub(r"0 [KMG]iB", "0 BYTES", shape)
     return [re.sub(r"[ ─━-]+", " ", line).strip() for line in shape.splitlines()]
 
 
-def outputs_of(page: Path, folder: Path, command: Command, *, test: bool) -> list[tuple[Block, str]]:
+def outputs_of(
+    page: Path, folder: Path, command: Command, *, test: bool
+) -> list[tuple[Block, str]]:
     """Run a page; return its output blocks, each with what it has to show."""
-    found, printed = [], ""
+    found, printed, blocks = [], "", blocks_of(page)
+    while blocks and not test and "output" not in blocks[-1].notes:
+        blocks.pop()  # what is not shown need not run
     ran = run_page(page, folder, command, test=test)
-    for block, output in zip(blocks_of(page), ran, strict=True):
+    for block, output in zip(blocks, ran, strict=test):
         if "output" in block.notes:
             found.append((block, selected(printed, block, folder)))
         printed = output if block.runs else printed
@@ -190,18 +210,17 @@ def _rewrite(page: Path) -> None:
 
         os.environ["PCGSVC_CACHE_DIR"] = str(folder / "cache")
         outputs = outputs_of(page, folder, command, test=False)
-    text = page.read_text()
-    for block, output in reversed(outputs):
+    text, places = page.read_text(), [b for b in blocks_of(page) if "output" in b.notes]
+    for block, (_, output) in reversed(list(zip(places, outputs, strict=True))):
         text = text[: block.span[0]] + output + text[block.span[1] :]
-    page.write_text(text)
+    page.write_text(filled(text))
 
 
 def main(names: Sequence[str]) -> None:
-    """Rewrite the outputs of the pages named, or of all that show some."""
+    """Rewrite the outputs and figures of the pages named, or of all."""
     for page in [Path(name).resolve() for name in names] or pages():
-        if any("output" in block.notes for block in blocks_of(page)):
-            print(page.relative_to(ROOT), flush=True)
-            _rewrite(page)
+        print(page.relative_to(ROOT), flush=True)
+        _rewrite(page)
 
 
 if __name__ == "__main__":

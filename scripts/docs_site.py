@@ -52,7 +52,12 @@ def settings_page() -> str:
 
 def _groups() -> str:
     """Return the files that pick values for several settings at once."""
-    rows = ["## Groups\n", "`group=choice` takes a file of values.\n", "| choice | is |", "|---|---|"]
+    rows = [
+        "## Groups\n",
+        "`group=choice` takes a file of values.\n",
+        "| choice | is |",
+        "|---|---|",
+    ]
     for path in sorted(CONF.glob("*/*.yaml")):
         comment = itertools.takewhile(
             lambda line: line.startswith("#"),
