@@ -5,7 +5,7 @@ Knows nothing of models, graphs or the disk; only `compose` and `devices` import
 """
 
 from pcgsvc.config.limits import validate, validate_sizing
-from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting
+from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting, updated
 from pcgsvc.config.resolve import dropped_sizes, resolve, schedule
 from pcgsvc.config.schema import (
     AUTO,
@@ -73,6 +73,7 @@ __all__ = [
     "schedule",
     "to_dict",
     "unknown_setting",
+    "updated",
     "validate",
     "validate_sizing",
 ]

@@ -34,6 +34,7 @@ from pcgsvc.serve.dispatch import Dispatch, DispatchTable, unlike_traced
 from pcgsvc.serve.embed import embed
 from pcgsvc.serve.generate import generate
 from pcgsvc.serve.streams import CallOrder
+from pcgsvc.serve.summary import summary
 from pcgsvc.serve.weights import LoadedState, Weights
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Runner:
         self.report = report
         """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
         self._closed, self._at_close = False, at_close
+        self._model_name = getattr(model.module, "__name__", type(model.module).__name__)
         self._lock, self._process = threading.RLock(), os.getpid()
         self._running = False
         self._hits: Counter[str] = Counter()
@@ -271,6 +273,10 @@ class Runner:
             self._calls.clear()
             self._fallbacks.clear()
             self._rows = self._padded = 0
+
+    def __repr__(self) -> str:
+        """Return five lines: model, modes, sizes, graphs, warm or cold."""
+        return summary(self._model_name, self.report, is_closed=self._closed)
 
     # -- life --
 
