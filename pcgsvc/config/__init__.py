@@ -19,7 +19,7 @@ from pcgsvc.config.choices import (
     Strategy,
 )
 from pcgsvc.config.limits import validate, validate_sizing
-from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting
+from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting, updated
 from pcgsvc.config.resolve import dropped_sizes, resolve, schedule
 from pcgsvc.config.schema import (
     AUTO,
@@ -75,6 +75,7 @@ __all__ = [
     "schedule",
     "to_dict",
     "unknown_setting",
+    "updated",
     "validate",
     "validate_sizing",
 ]
