@@ -115,7 +115,9 @@ def test_queries_scaled_by_positions_are_compared_beyond_the_floor_of_their_scal
         "original_max_position_embeddings": 4,
         "llama_4_scaling_beta": 0.5,
     }
-    bundle_of(write_config(tmp_path, {"model_type": "ministral3", **SMALL, "rope_parameters": rope}))
+    bundle_of(
+        write_config(tmp_path, {"model_type": "ministral3", **SMALL, "rope_parameters": rope})
+    )
 
 
 TOY: dict[str, str] = {

@@ -45,6 +45,13 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
     with torch_private.real_tensors():  # it watches a forward on the meta device
         known = probe.spec_of_source(source)
     tokenizer = load_tokenizer(source)
+    if getattr(source.config, "auto_map", None):
+        logger.warning(
+            "%s: '%s' asks for code of its own (auto_map), which is not run; transformers' own "
+            "class is used",
+            source.setting,
+            source.label,
+        )
     warn_of_generation(source)
     attention.register()
     model = weights.build(

@@ -6,6 +6,7 @@ In: a `Source`. Out: the file's content, and a warning. Knows nothing of tokeniz
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,12 @@ from pcgsvc.models.hf.source import Source
 
 logger = logging.getLogger(__name__)
 
-_HARMLESS = frozenset(
-    "_from_model_config bos_token_id cache_config cache_implementation decoder_start_token_id "
-    "disable_compile early_stopping eos_token_id generation_kwargs max_length max_new_tokens "
-    "output_attentions output_hidden_states output_logits output_scores pad_token_id "
-    "renormalize_logits return_dict_in_generate transformers_version use_cache".split()
+_HARMLESS = re.compile(
+    r"(bos|eos|pad|decoder_start)_token_id|max_(length|new_tokens)|(output|return|cache)_\w+|use_cache"
+    r"|disable_compile|early_stopping|renormalize_logits|_from_model_config|transformers_version"
 )
 """End tokens are honoured, lengths are the caller's; the others change no token."""
-_SAMPLING = frozenset("temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff".split())
+_SAMPLING = re.compile(r"temperature|(top|min|typical)_[hkp]|(epsilon|eta)_cutoff")
 """What changes no token unless do_sample is set."""
 
 
@@ -40,9 +39,9 @@ def warn_of_generation(source: Source) -> None:
     left_out = [
         f"{name}={value!r}"
         for name, value in stated.items()
-        if name not in _HARMLESS
+        if not _HARMLESS.fullmatch(name)
         and not _is_neutral(name, value)
-        and (name not in _SAMPLING or stated.get("do_sample"))
+        and (stated.get("do_sample") or not _SAMPLING.fullmatch(name))
     ]
     if left_out:
         logger.warning(
@@ -57,5 +56,5 @@ def warn_of_generation(source: Source) -> None:
 def _is_neutral(name: str, value: Any) -> bool:
     if name.endswith("_token_id"):
         return value is None
-    factor = name in _SAMPLING or "penalty" in name or name.startswith("num_")
+    factor = _SAMPLING.fullmatch(name) or "penalty" in name or name.startswith("num_")
     return not value or (factor and value == 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from pcgsvc.errors import ConfigError, near
 from pcgsvc.models.extras import require
 from pcgsvc.models.files import read_json
 from pcgsvc.models.targets import words_of
-
-logger = logging.getLogger(__name__)
 
 _SHIPPED = Path(__file__).with_name("configs")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -133,7 +130,7 @@ def open_source(model: ModelConfig) -> Source:
         )
     source = _of_path(model.path) if model.path is not None else _of_config(str(model.config))
     _refuse_by_config(source)
-    if source.path is not None and source.gguf is None and not any(source.path.glob("*.safetensors")):
+    if source.path and not source.gguf and not any(source.path.glob("*.safetensors")):
         raise ConfigError(
             f"model.path: '{source.label}' holds no .safetensors file; other formats can run code "
             "when they are read and are not."
@@ -223,14 +220,6 @@ def _read_config(setting: str, path: Path) -> dict[str, Any]:
             f"transformers has no model of the type {kind!r}. Use pcgsvc.build_runner with a "
             "module that you have imported yourself."
         )
-    if "auto_map" in values:
-        logger.warning(
-            "%s: '%s' asks for code of its own (auto_map), which is not run; transformers' own "
-            "class for %r is used",
-            setting,
-            path,
-            kind,
-        )
     return values
 
 
@@ -261,17 +250,17 @@ def _refuse_by_config(source: Source) -> None:
             f"it has {named}; those supported are {' and '.join(_LAYER_TYPES)}.",
         ),
         (
-            getattr(text, "attn_temperature_tuning", False) and 0 in (text.no_rope_layers or ()),
+            getattr(text, "attn_temperature_tuning", False)
+            and 0 in getattr(text, "no_rope_layers", ()),
             "its layers without rotary positions scale queries by the row of a step and not by "
             "positions, as transformers' Llama 4 does (attn_temperature_tuning).",
         ),
         (
-            config.model_type in _ALIBI
-            or bool(getattr(text, "alibi", False) or getattr(text, "use_alibi", False)),
+            config.model_type in _ALIBI or any(getattr(text, k, 0) for k in ("alibi", "use_alibi")),
             "its attention has an ALiBi bias, which is not supported.",
         ),
         (
-            not _stated_positions(text) and not getattr(model, "_supports_attention_backend", False),
+            not (_stated_positions(text) or getattr(model, "_supports_attention_backend", 0)),
             OWN_ATTENTION,
         ),
         (

@@ -92,5 +92,6 @@ class HfTokenizer:
 
 def _ends(source: Source) -> list[Any]:
     """Return the end tokens of the config and of generation_config.json."""
-    found = [getattr(source.config, "eos_token_id", None), generation_config(source).get("eos_token_id")]
+    config, generation = source.config, generation_config(source)
+    found = [getattr(config, "eos_token_id", None), generation.get("eos_token_id")]
     return [end for ends in found for end in (ends if isinstance(ends, list) else [ends])]
