@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import Cli, Done
+from store_helpers import mounted
 
 from pcgsvc.config import CacheAction, CacheConfig, CacheMode
 from pcgsvc.events import Silent
@@ -220,8 +221,11 @@ def examine_machine(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, F
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Leave no compiler on the PATH."""
+    from torch._inductor import cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear()  # torch keeps what it has found
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "g++"))
 
 
 @pytest.fixture
@@ -276,6 +280,19 @@ def test_a_model_for_a_device_that_is_not_here_is_not_run(
     assert state == "warn"
     assert "not run, since cuda:0 is not here" in found
     assert rows(done, "split (fx)")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+def test_no_gpu_no_compiler_and_a_cache_on_a_read_only_mount_are_each_said(
+    no_gpu: None, no_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "mounted"
+    with mounted(place, "-t", "tmpfs", "-o", "ro", "tmpfs"):
+        found = examine_machine(monkeypatch, f"cache.dir={place}", "compiler=eager")
+    assert "no CUDA device" in found["CUDA"].found
+    assert found["C++ compiler"].found == "none on the PATH"
+    assert "Read-only file system" in found["cache"].found
+    assert {row.state for row in found.values()} == {"ok", "warn"}
 
 
 # ---- the cache -----------------------------------------------------------------------------------
