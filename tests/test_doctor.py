@@ -225,7 +225,6 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     cpp_builder.cpp_compiler_search.cache_clear()  # torch keeps what it has found
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "g++"))
 
 
 @pytest.fixture

@@ -678,7 +678,6 @@ def test_the_cpp_compiler_is_named_or_none(monkeypatch: pytest.MonkeyPatch, tmp_
     assert found is None or shutil.which(found) is not None
     cpp_builder.cpp_compiler_search.cache_clear()  # torch keeps what it has found
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "g++"))
     assert private.cpp_compiler() is None
 
 

@@ -38,9 +38,9 @@ from pcgsvc.config import (
 from pcgsvc.config.devices import is_here
 from pcgsvc.errors import CacheError
 from pcgsvc.events import Progress
+from pcgsvc.forward.plain import place_of, words_of
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.models.request import request_of
-from pcgsvc.models.targets import place_of, words_of
 from pcgsvc.ops.registry import registered_names
 from pcgsvc.report import words
 from pcgsvc.sizing.resolve import resolve_config

@@ -35,10 +35,10 @@ from pcgsvc.errors import (
     VerifyError,
 )
 from pcgsvc.events import Progress
+from pcgsvc.forward.plain import place_of, words_of
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.samples import Padding
 from pcgsvc.models.request import request_of
-from pcgsvc.models.targets import place_of, words_of
 from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.pipeline import build
 from pcgsvc.report import words
