@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,10 +221,12 @@ def examine_machine(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, F
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Leave no compiler on the PATH."""
+    """Leave no compiler on the PATH, but what mounts."""
     from torch._inductor import cpp_builder
 
     cpp_builder.cpp_compiler_search.cache_clear()  # torch keeps what it has found
+    for name in filter(shutil.which, ("mount", "umount")):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
     monkeypatch.setenv("PATH", str(tmp_path))
 
 

@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import io
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,15 +28,14 @@ from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Request, make_samples, make_workspace
 from pcgsvc.forward.results import tensors_in
-from pcgsvc.forward.state import Attributes
-from pcgsvc.forward.workspace import preserved
+from pcgsvc.forward.state import Attributes, state_kept
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import use_context
 from pcgsvc.program.writes import same_bits
 from pcgsvc.trace.sources import line_that_sets
 
 _SAVED_BYTES = 64 * 2**20
-"""Largest tensor whose content is compared, or put back if it is a parameter."""
+"""Largest argument whose content is compared."""
 
 _COPIED = "a tensor of the device is copied to the host, which waits for it"
 
@@ -77,7 +76,7 @@ class Observation:
 def observe(request: Request) -> Observation:
     """Run the module of a request once, plainly, and note what it does.
 
-    The module's attributes, buffers and small parameters are put back.
+    What it changes of the module is put back, but for what an op writes and does not declare.
 
     Raises:
         Exception: whatever the forward raises.
@@ -88,7 +87,7 @@ def observe(request: Request) -> Observation:
     with (
         build_modes(request.device),
         contextlib.closing(make_workspace(request, [], {})) as memory,
-        preserved(_put_back(tensors)),
+        state_kept(module, request.device),
         memory.on_stream(),
     ):
         samples = make_samples(request, memory)
@@ -104,15 +103,6 @@ def observe(request: Request) -> Observation:
     for name in changed:
         seen.hazards[Hazard("attribute write", name, line_that_sets(module, name) or "")] = None
     return seen
-
-
-def _put_back(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not tensor.is_inference()
-        and (tensor.nbytes <= _SAVED_BYTES or not isinstance(tensor, torch.nn.Parameter))
-    }
 
 
 class _Ops(torch_private.RecordingMode):
