@@ -210,7 +210,8 @@ class CaptureConfig:
     warmup_calls: Count = 2
     """Plain calls of the program per size before it is captured; at least 1."""
     self_check: bool = True
-    """Compare every captured entry with plain execution while building, however calls pad it."""
+    """Compare program and captured entries, however calls pad them, with plain execution while
+    building. A stored program that differs is dropped and built cold."""
 
     @property
     def final_sizes(self) -> list[int]:
