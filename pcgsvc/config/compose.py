@@ -143,8 +143,10 @@ def plain(value: Any) -> Any:
 @contextlib.contextmanager
 def open_loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
     """Yield a loader over the packaged and the user's YAML; Hydra's globals are put back after."""
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"config_dir: '{config_dir}' is no folder.")
+    if config_dir is not None and not (
+        isinstance(config_dir, str | Path) and str(config_dir) and Path(config_dir).is_dir()
+    ):
+        raise ConfigError(f"config_dir: {str(config_dir)!r} is no folder.")
     search_path = create_config_search_path(CONFIG_MODULE)
     if config_dir is not None:
         search_path.prepend("user", f"file://{Path(config_dir).resolve()}")

@@ -452,3 +452,8 @@ class Config:
     """Most calls that replay `traffic`; of more, this many are taken evenly. At least 1."""
     report: str | None = None
     """Path of the JSON report; None: `report.json` in the run's output directory."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether graphs are captured at all."""
+        return self.mode is not Mode.NONE and self.capture.graphs is not Graphs.OFF
