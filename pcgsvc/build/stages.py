@@ -15,8 +15,8 @@ from pcgsvc.build.dump import dump_source
 from pcgsvc.build.environment import BuildEnvironment
 from pcgsvc.build.load import ProgramLookup
 from pcgsvc.cache.programs import file_digest
-from pcgsvc.config import Compiler, Config, Strategy
-from pcgsvc.errors import TraceError
+from pcgsvc.config import Compiler, Config, Strategy, captures
+from pcgsvc.errors import CaptureError
 from pcgsvc.events import Phases
 from pcgsvc.forward.request import Request, check_forward
 from pcgsvc.ops.breaks import HOST_READS, host_reads_refused
@@ -72,7 +72,7 @@ def split(traced: TracedGraph, config: Config, phases: Phases) -> Split:
         compiled = partition_inductor(traced, shown) if whole else shown
     for note in shown.warnings:
         logger.info("%s", note)
-    if config.captures:
+    if captures(config):
         refuse_host_reads(shown)
     return Split(compiled, shown)
 
@@ -81,7 +81,7 @@ def refuse_host_reads(shown: Partition) -> None:
     """Refuse regions in which the host waits for a value, which no capture allows.
 
     Raises:
-        TraceError: with the lines, and the ways out.
+        CaptureError: with the lines, and the ways out.
     """
     regions = [piece for piece in shown.pieces if piece.kind is Kind.REGION]
     lines = [
@@ -91,7 +91,7 @@ def refuse_host_reads(shown: Partition) -> None:
         if any(name in HOST_READS for name in op_names(node))
     ]
     if lines:
-        raise TraceError(host_reads_refused(lines))
+        raise CaptureError(host_reads_refused(lines))
 
 
 def write_down(request: Request, traced: TracedGraph, parts: Split) -> ImagedProgram:

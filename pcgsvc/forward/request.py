@@ -137,8 +137,8 @@ def request_for(
 def check_forward(request: Request) -> None:
     """Run a user's own forward plainly, before anything is traced; its state is put back.
 
-    On tensors without memory where the request has no others, and for a model whose attention needs
-    a KV cache. Row counts that a model does not take are left to capture: one that works is enough.
+    A model whose attention needs a KV cache is run on tensors without memory. Row counts that a
+    model does not take are left to capture: one that works is enough.
 
     Raises:
         ForwardError: it fails, with the examples or with inputs that were drawn for it.
@@ -146,29 +146,25 @@ def check_forward(request: Request) -> None:
     bundle, generator = request.bundle, torch.Generator().manual_seed(request.config.seed)
     if bundle.samples_from is None:
         return
-    without_memory = request.planned is not None or bundle.attention is not None
-    fake = (
-        torch_private.fake_tensors() if bundle.attention is not None else contextlib.nullcontext()
-    )
+    module, constants = bundle.module, request.constants
+    has_memory = bundle.attention is None
     first = next(s for s in request.inputs if s.dims)
-    sizes = [first.example.shape[first.dims[0]], *request.config.capture.final_sizes[::-1]]
-    refusal: ForwardError | None = None
+    sizes = [first.example.shape[first.dims[0]] or 1, *request.config.capture.final_sizes[::-1]]
+    refusals: list[ForwardError] = []
     for rows in dict.fromkeys(sizes):
-        with fake if request.planned is None else request.planned.fake:
-            made = bundle.make_inputs(rows, generator)
-            inputs = {s.name: s.laid_out(made[s.name].to(request.device)) for s in request.inputs}
-            try:
-                run_plainly(bundle.module, inputs, request.constants, rows)
-                return
-            except ForwardError as error:
-                if without_memory and torch_private.is_fake_limit(error.__cause__):
-                    return  # it needs values, which only a run has
-                refusal = refusal or error
-    assert refusal is not None, "no row count was tried"
-    if bundle.samples_from == _RESAMPLED and not without_memory:
-        examples = {s.name: s.example for s in request.inputs}
-        run_plainly(bundle.module, examples, request.constants, sizes[0])
-    raise ForwardError(f"{refusal} {bundle.samples_from}") from refusal.__cause__
+        made = bundle.make_inputs(rows, generator)
+        inputs = {s.name: s.laid_out(made[s.name].to(request.device)) for s in request.inputs}
+        try:
+            with contextlib.nullcontext() if has_memory else torch_private.fake_tensors():
+                run_plainly(module, inputs, constants, rows)
+            return
+        except ForwardError as error:
+            if not has_memory and torch_private.is_fake_limit(error.__cause__):
+                return  # it needs values, which only a run has
+            refusals.append(error)
+    if bundle.samples_from == _RESAMPLED and has_memory and first.example.numel():
+        run_plainly(module, {s.name: s.example for s in request.inputs}, constants, sizes[0])
+    raise ForwardError(f"{refusals[0]} {bundle.samples_from}") from refusals[0].__cause__
 
 
 def arguments_of(bundle: ModelBundle, inputs: Sequence[InputSpec]) -> Arguments:

@@ -33,7 +33,7 @@ HOST_READS = ("aten::_local_scalar_dense", "aten::item")
 def host_reads_refused(lines: Iterable[str]) -> str:
     """Return what is wrong with a forward in which the host waits for values, at these lines."""
     return (
-        f"the forward waits for a value of the device at {', '.join(dict.fromkeys(lines))} "
+        f"the forward waits for a device value at {', '.join(dict.fromkeys(lines))} "
         "(.item(), bool(), int(), float(), if): in a graph it would be frozen at its value of the "
         f"capture run.\n{WAYS_OUT}"
     )
@@ -61,6 +61,12 @@ def eager_break(function: F) -> F:
     ordinary call. It must write into tensors that it is given (returning a fresh tensor is an
     error), and its other arguments are frozen at capture: what changes from step to step is read
     from `pcgsvc.current_context()`.
+
+        @pcgsvc.eager_break
+        def step(x: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(x * x[pcgsvc.true_rows(x)].sum().item())
+
+        runner = pcgsvc.compile(model, (x,), partition={"strategy": "breakable"})
 
     Raises:
         ConfigError: it is no function.

@@ -93,7 +93,7 @@ class Forward:
             changed = before.restore()
             writes.put_back()
         if self.captures and first.host_reads:
-            raise TraceError(host_reads_refused(first.host_reads))
+            raise CaptureError(host_reads_refused(first.host_reads))
         _refuse_side_effects(self.module, changed)
         _refuse_changing_arguments(first, again)
         _refuse_unmarked_attention(first)
