@@ -180,6 +180,11 @@ def is_op_failure(error: BaseException | None) -> bool:
     return isinstance(error, TorchRuntimeError)
 
 
+def is_fake_limit(error: BaseException | None) -> bool:
+    """Return whether an error says that a tensor without memory has no values to read."""
+    return type(error).__module__ == "torch._subclasses.fake_tensor"
+
+
 def side_effects() -> list[str]:
     """Return the sources whose Python state the running trace changes (inside a backend hook).
 

@@ -709,3 +709,13 @@ def test_streams_and_devices_are_known_by_number() -> None:
     assert not private.is_external_stream(default)
     assert not private.is_external_stream(side)
     assert private.is_external_stream(torch.cuda.ExternalStream(side.cuda_stream))
+
+
+def test_a_tensor_without_memory_says_that_it_has_no_values() -> None:
+    with private.fake_tensors():
+        tensor = torch.ones(1)
+        with pytest.raises(RuntimeError) as caught:
+            tensor.item()
+    assert private.is_fake_limit(caught.value)
+    assert not private.is_fake_limit(RuntimeError())
+    assert not private.is_fake_limit(None)

@@ -20,13 +20,15 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.errors import CaptureError
+from pcgsvc.ops.breaks import HOST_READS
 from pcgsvc.program.program import CompiledPiece
 
 Step = Callable[[], Any]
 
 _SYNCS = {
-    "aten::_local_scalar_dense": "the host waits for a device value (.item(), bool(), int(), if)",
-    "aten::item": "the host waits for a device value (.item())",
+    **dict.fromkeys(
+        HOST_READS, "the host waits for a device value (.item(), bool(), int(), float(), if)"
+    ),
     "aten::nonzero": "the result's size depends on data (nonzero, where with one argument)",
     "aten::masked_select": "the result's size depends on data (masked_select)",
     "aten::_unique2": "the result's size depends on data (unique)",

@@ -367,3 +367,6 @@ class Config:
     """Most calls that replay `traffic`; of more, this many are taken evenly. At least 1."""
     report: str | None = None
     """Path of the JSON report; None: `report.json` in the run's output directory."""
+    user: dict[str, Any] = field(default_factory=dict)
+    """Variables of your own for other settings to interpolate, such as `user.width=64` with
+    `model.kwargs='{width: ${user.width}}'`; nothing else reads them."""

@@ -183,5 +183,6 @@ NOT_IN_KEY: dict[str, str] = {
     "traffic": "what is done with the program",
     "max_traffic_calls": "what is done with the program",
     "report": "a path",
+    "user": "only what other settings make of it counts",
 }
 """Settings (or whole groups) that cannot change a compiled artifact, each with the reason."""
