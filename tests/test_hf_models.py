@@ -155,6 +155,14 @@ def test_a_tokenizer_that_needs_code_is_refused_before_weights_are_read(
         load(folder)
 
 
+def test_a_build_inside_autocast_is_refused_before_weights_are_read(checkpoint: Path) -> None:
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ConfigError, match=r"torch\.autocast\('cpu'\) is on around the build"),
+    ):
+        load(checkpoint)
+
+
 def test_what_greedy_decoding_leaves_out_of_a_generation_config_is_said(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -197,8 +197,10 @@ def _match(
     if not isinstance(state, Mapping):
         raise StateError(
             f"load_state_dict: got a {type(state).__name__}; a mapping from names to tensors is "
-            "needed."
+            "needed: runner.load_state_dict(model.state_dict())."
         )
+    if not isinstance(strict, bool):
+        raise StateError(f"load_state_dict: got strict={strict!r}; true or false is needed.")
     ties: dict[int, list[str]] = {}
     for name, target in targets.items():
         ties.setdefault(id(target), []).append(name)
@@ -248,4 +250,4 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+    return f"{', '.join(map(str, names[:8]))}{' …' if len(names) > 8 else ''}"
