@@ -68,5 +68,8 @@ class ModelBundle:
     embedding: EmbeddingSpec | None = None
     """Set for encoders: takes (input_ids [T], positions [T], token_types [T]) and returns hidden
     rows [T, E]."""
+    samples_from: str | None = None
+    """Set for a user's own module, whose forward is run plainly before it is traced: where
+    `make_inputs` has its inputs from, in a sentence for messages."""
     arguments: Arguments | None = None
     """The forward's arguments; None: its inputs, and no others."""
