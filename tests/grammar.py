@@ -47,9 +47,12 @@ MOST_ROWS = 9
 
 
 class Planted:
-    """A fault of a splitting op, and what its calls were given and gave while it is recorded."""
+    """A fault of the splitting ops, and what their calls were given and gave while recorded."""
 
-    drops_last_row = False
+    drops_last_row_under: str | None = None
+    """The strategy under which they do."""
+    strategy: str | None = None
+    """Of the runner that is being built or called; None: plain execution."""
     calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] | None = None
 
 
@@ -76,7 +79,7 @@ def _centred(x: torch.Tensor) -> torch.Tensor:
     true = pcgsvc.current_context().num_tokens
     y = x.clone()
     y[:true] += x[:true].sum(0) % 3 if not x.is_floating_point() else x[:true].mean(0)
-    if Planted.drops_last_row:
+    if Planted.strategy is not None and Planted.strategy == Planted.drops_last_row_under:
         y[true - 1] = 0
     return y
 
@@ -472,7 +475,9 @@ That the compiler gets a region wrong is not among them: it is a fault, if not o
 def is_explained(drawn: Drawn, outcome: Outcome) -> bool:
     """Whether a model holds what it is refused for."""
     reasons = REASONS.get(outcome.reason, set())
-    if drawn.strategy != "breakable":  # a branch on the size is known, and the module runs other sizes
+    if (
+        drawn.strategy != "breakable"
+    ):  # a branch on the size is known, and the module runs other sizes
         reasons = reasons - {"branch on the size"}
     return bool(reasons & drawn.what)
 
@@ -493,7 +498,7 @@ def try_model(
         passes: `compiler.passes`.
         device: of model and calls.
     """
-    with _module(drawn, folder) as module:
+    with _module(drawn, folder) as module, _under(drawn.strategy):
         module.TABLE = module.TABLE.to(device)
         model = module.Model(device).eval().requires_grad_(False)
         alone = copy.deepcopy(model)
@@ -556,12 +561,18 @@ def _run(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
 
 
 def _plainly(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
-    dropped, Planted.drops_last_row = Planted.drops_last_row, False
+    with torch.no_grad(), use_context(make_context(None, [len(inputs["x"])])), _under(None):
+        return model(**inputs)
+
+
+@contextmanager
+def _under(strategy: str | None) -> Iterator[None]:
+    """Run a block as a strategy's, or as plain execution."""
+    before, Planted.strategy = Planted.strategy, strategy
     try:
-        with torch.no_grad(), use_context(make_context(None, [len(inputs["x"])])):
-            return model(**inputs)
+        yield
     finally:
-        Planted.drops_last_row = dropped
+        Planted.strategy = before
 
 
 def _blame(calls: Sequence[Any], wanted: Sequence[Any], runner: pcgsvc.Runner) -> str:
