@@ -5,9 +5,10 @@ In: a validated config. Out: a report, and what a person reads. Knows nothing of
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 
 def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     started = time.perf_counter()
-    with progress_for(out) as progress:
+    with progress_for(out) as progress, _refusal_reported(progress, report_path, out):
         report = compile_only(request_of(config, progress), progress)
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
     return _finish(report, report_path, out)
@@ -151,7 +152,9 @@ def _show_rows(
 
 def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     """Build, verify every entry, time it, continue the prompt, report."""
-    with progress_for(out) as progress, _verified(config, progress, report_path, out) as runner:
+    with progress_for(out) as progress, contextlib.ExitStack() as life:
+        with _refusal_reported(progress, report_path, out, bench=[]):
+            runner = life.enter_context(build_from_config(config, progress, check=True))
         report = runner.report
         report["bench"] = _timed(runner, config, progress) if config.bench.enabled else []
         if config.traffic is not None:
@@ -183,14 +186,17 @@ def _timed(runner: Runner, config: Config, progress: Progress) -> list[dict[str,
         )
 
 
-def _verified(config: Config, progress: Progress, report_path: Path, out: Console) -> Runner:
-    """Build the runner; where it is refused, write and show the report before raising."""
+@contextlib.contextmanager
+def _refusal_reported(
+    progress: Progress, report_path: Path, out: Console, **sections: Any
+) -> Iterator[None]:
+    """Write and show the report of what a block refuses, with further sections, before raising."""
     try:
-        return build_from_config(config, progress, check=True)
+        yield
     except VerifyError as error:
         if error.report is not None:
             progress.stop()
-            _finish({**error.report, "bench": []}, report_path, out)
+            _finish({**error.report, **sections}, report_path, out)
         raise
 
 
