@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pcgsvc.build.dump import dump_source
 from pcgsvc.build.environment import BuildEnvironment
 from pcgsvc.build.load import ProgramLookup
 from pcgsvc.cache.programs import file_digest
-from pcgsvc.config import Compiler, Config, Strategy
+from pcgsvc.config import Compiler, Config, Strategy, captures
+from pcgsvc.errors import CaptureError
 from pcgsvc.events import Phases
-from pcgsvc.forward.request import Request
+from pcgsvc.forward.request import Request, check_forward
+from pcgsvc.ops.breaks import HOST_READS, host_reads_refused
 from pcgsvc.partition.fx import check_aliases, partition_fx
 from pcgsvc.partition.inductor import partition_inductor
 from pcgsvc.program.guards import stored_guards
 from pcgsvc.program.image import ProgramImage, image_of, unwritable_ops
 from pcgsvc.program.model import CompiledModel
-from pcgsvc.program.pieces import Partition, Piece
+from pcgsvc.program.pieces import Kind, Partition, Piece
 from pcgsvc.program.program import CompiledPiece, Program
 from pcgsvc.program.sources import files_of
 from pcgsvc.trace.canonical import refuse_outputs
 from pcgsvc.trace.dynamo import trace
 from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.nodes import op_names, user_line
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +52,21 @@ class ImagedProgram(NamedTuple):
     problems: list[str]
 
 
+@dataclass(frozen=True)
+class MadeProgram:
+    """A program before it is checked and stored."""
+
+    model: CompiledModel
+    regions: Partition | None = None
+    """Its regions as FX graphs; None: it was loaded, or is not traced, and is not stored."""
+    problems: list[str] = field(default_factory=list)
+    """What keeps it from being stored."""
+
+
 def trace_forward(request: Request, phases: Phases) -> TracedGraph:
     """Trace the module whole; runs no kernel. TraceError says at which line that is impossible."""
     with phases.phase("trace"):
+        check_forward(request)
         traced = trace(request.bundle.module, request.inputs, request.constants)
     refuse_outputs(traced)
     return traced
@@ -68,7 +83,26 @@ def split(traced: TracedGraph, config: Config, phases: Phases) -> Split:
         compiled = partition_inductor(traced, shown) if whole else shown
     for note in shown.warnings:
         logger.info("%s", note)
+    if captures(config):
+        refuse_host_reads(shown)
     return Split(compiled, shown)
+
+
+def refuse_host_reads(shown: Partition) -> None:
+    """Refuse regions in which the host waits for a value, which no capture allows.
+
+    Raises:
+        CaptureError: with the lines, and the ways out.
+    """
+    regions = [piece for piece in shown.pieces if piece.kind is Kind.REGION]
+    lines = [
+        user_line(node)
+        for piece in regions
+        for node in piece.nodes
+        if any(name in HOST_READS for name in op_names(node))
+    ]
+    if lines:
+        raise CaptureError(host_reads_refused(lines))
 
 
 def write_down(request: Request, traced: TracedGraph, parts: Split) -> ImagedProgram:
@@ -141,11 +175,12 @@ def assemble(
     )
 
 
-def store_program(
-    model: CompiledModel, problems: list[str], found: ProgramLookup, env: BuildEnvironment
-) -> CompiledModel:
+def store_program(made: MadeProgram, found: ProgramLookup, env: BuildEnvironment) -> CompiledModel:
     """Store a model, where that is possible, and return it with what came of that."""
-    artifacts, problems = env.artifacts, [*found.problems, *problems]
+    artifacts, model = env.artifacts, made.model
+    if made.regions is None:
+        return model
+    problems = [*found.problems, *made.problems]
     stored = found.facts is not None and not problems and not artifacts.counts.unsaved
     if found.facts is not None and stored:
         artifacts.save(found.facts, model.image)

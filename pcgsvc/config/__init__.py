@@ -19,8 +19,8 @@ from pcgsvc.config.choices import (
     Strategy,
 )
 from pcgsvc.config.limits import validate, validate_sizing
-from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting
-from pcgsvc.config.resolve import dropped_sizes, resolve, schedule
+from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting, updated
+from pcgsvc.config.resolve import captures, dropped_sizes, resolve, schedule
 from pcgsvc.config.schema import (
     AUTO,
     AttentionConfig,
@@ -67,6 +67,7 @@ __all__ = [
     "SizingConfig",
     "Strategy",
     "SweepConfig",
+    "captures",
     "copy",
     "dropped_sizes",
     "from_dict",
@@ -75,6 +76,7 @@ __all__ = [
     "schedule",
     "to_dict",
     "unknown_setting",
+    "updated",
     "validate",
     "validate_sizing",
 ]

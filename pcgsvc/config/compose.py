@@ -51,7 +51,7 @@ class Command:
 def schema_node() -> DictConfig:
     """Return all settings with their defaults; a name that is not in it is refused."""
     node = OmegaConf.create(to_dict(Config()))
-    for free in (node.compiler.options, node.model.kwargs, node.model.inputs):
+    for free in (node.compiler.options, node.model.kwargs, node.model.inputs, node.user):
         OmegaConf.set_struct(free, False)  # any name is allowed there
     return node
 
@@ -123,17 +123,17 @@ def from_tree(tree: Any) -> Config:
             f"config: got {type(tree).__name__}; a Config, a mapping or a DictConfig is needed."
         )
     with readable():
-        plain = {str(key): _plain(tree[key]) for key in tree if key != "hydra"}
-    return from_dict(plain)
+        values = {str(key): plain(tree[key]) for key in tree if key != "hydra"}
+    return from_dict(values)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value with all of OmegaConf's nodes in it resolved; the value itself stays."""
     if OmegaConf.is_config(value):
         return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 # ---- Hydra's loader ------------------------------------------------------------------------------
@@ -142,8 +142,10 @@ def _plain(value: Any) -> Any:
 @contextlib.contextmanager
 def open_loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
     """Yield a loader over the packaged and the user's YAML; Hydra's globals are put back after."""
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"config_dir: '{config_dir}' is no folder.")
+    if config_dir is not None and not (
+        isinstance(config_dir, str | Path) and str(config_dir) and Path(config_dir).is_dir()
+    ):
+        raise ConfigError(f"config_dir: {str(config_dir)!r} is no folder.")
     search_path = create_config_search_path(CONFIG_MODULE)
     if config_dir is not None:
         search_path.prepend("user", f"file://{Path(config_dir).resolve()}")
@@ -170,7 +172,8 @@ def load_tree(
     check_sweep: bool = True,
 ) -> DictConfig:
     """Compose with Hydra; a primary config of the user's may name no job, so one is named first."""
-    with readable():
+    _refuse_removals(overrides)
+    with readable(), _plus_shown(loader, overrides):
         return loader.load_configuration(
             config_name=config_name,
             overrides=["hydra.job.name=pcgsvc", *overrides],
@@ -190,6 +193,39 @@ def _single_job(
         if tree.hydra.mode is not RunMode.MULTIRUN:
             raise
     return None if tree.hydra.mode is RunMode.MULTIRUN else tree
+
+
+def _refuse_removals(overrides: Sequence[str]) -> None:
+    """Refuse `~name` of a setting or a group of ours: a config has all of them."""
+    for override in overrides:
+        if override.startswith("~"):
+            tree: Any = to_dict(Config())
+            path = override[1:].partition("=")[0].partition("@")[0]
+            *groups, last = path.split(".")
+            for name in groups:
+                tree = tree.get(name) if isinstance(tree, dict) else None
+            if isinstance(tree, dict) and last in tree:
+                raise ConfigError(
+                    f"{override}: a setting cannot be removed; {path}=… gives it another value."
+                )
+
+
+@contextlib.contextmanager
+def _plus_shown(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> Iterator[None]:
+    """Answer `group=option` of a group that no defaults list names with `+group=option`."""
+    try:
+        yield
+    except Exception as error:
+        for override in overrides:
+            group, _, option = override.partition("=")
+            options = loader.get_group_options(group) if group.isidentifier() else []
+            if options and str(error).startswith(f"Could not override '{group}'"):
+                raise ConfigError(
+                    f"{group}: no defaults list names this group, so its option is added with a "
+                    f"plus: +{group}={option if option in options else options[0]}. Options: "
+                    f"{', '.join(options)}."
+                ) from error
+        raise
 
 
 def _sweep(

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc.errors import BatchError, ConfigError
 from pcgsvc.forward.constants import Constants
+from pcgsvc.forward.plain import place_of, words_of
 from pcgsvc.forward.specs import InputSpec
 
 DynamicDims = Mapping[str, int | Sequence[int]]
@@ -120,6 +121,16 @@ def read_arguments(
     Raises:
         ConfigError: they do not fit the forward, or are of a kind that a runner cannot pass.
     """
+    if isinstance(module, type) or not callable(module):
+        raise ConfigError(
+            f"model: got {_text(module)}; a module (an instance, in eval mode) or a function is "
+            "needed."
+        )
+    if not isinstance(example_inputs, (tuple, list, Mapping, torch.Tensor)):
+        raise ConfigError(
+            f"example_inputs: got {_text(example_inputs)}; a tuple of arguments with a tensor "
+            "among them is needed, or a dict by argument name."
+        )
     function = module.forward if isinstance(module, torch.nn.Module) else module
     try:
         signature = inspect.signature(function)
@@ -135,6 +146,11 @@ def read_arguments(
         raise ConfigError(
             f"example_inputs: {name!r} is taken by position or by star; a runner calls the "
             "forward by name. Wrap the model in a function of named arguments."
+        )
+    if isinstance(module, torch.nn.Module) and "self" in given:
+        raise ConfigError(
+            "example_inputs: 'self' is an argument of nn.Module's own call, so the forward's could "
+            "not be passed by name. Wrap the model in a function that names it otherwise."
         )
     for name, value in given.items():
         _check_example(name, value)
@@ -177,16 +193,29 @@ def _check_example(name: str, value: Any) -> None:
         )
 
 
+def one_device(tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    """Return the device of all tensor arguments; ConfigError if there are several, or no tensor."""
+    devices = {t.device for t in tensors.values()}
+    if len(devices) > 1:
+        raise ConfigError(f"example_inputs: on several devices: {sorted(map(str, devices))}.")
+    if not devices:
+        raise ConfigError("example_inputs: there is no tensor among them.")
+    return devices.pop()
+
+
 def input_specs(tensors: Mapping[str, torch.Tensor], dynamic_dims: DynamicDims) -> list[InputSpec]:
     """Return the specs of tensor arguments; ConfigError if `dynamic_dims` does not fit them."""
+    if not isinstance(dynamic_dims, Mapping):
+        raise ConfigError(
+            f"dynamic_dims: got {dynamic_dims!r}; the row dimensions by argument name are needed, "
+            "such as {'x': 0}."
+        )
     unknown = sorted(set(dynamic_dims) - set(tensors))
     if unknown or not tensors:
         raise ConfigError(
             f"dynamic_dims: got {unknown or dict(dynamic_dims)}; tensor inputs are {list(tensors)}."
         )
-    devices = {t.device for t in tensors.values()}
-    if len(devices) > 1:
-        raise ConfigError(f"example_inputs: on several devices: {sorted(map(str, devices))}.")
+    one_device(tensors)
     specs = [
         InputSpec(name=name, example=tensor.detach(), dims=_dims(name, tensor, dynamic_dims))
         for name, tensor in tensors.items()
@@ -254,11 +283,22 @@ def checked(make_inputs: MakeInputs, specs: Sequence[InputSpec]) -> MakeInputs:
     """Return a caller's source of inputs, with what it gives compared with the specs.
 
     Raises:
-        ConfigError: when called, naming the input that is missing or of another kind.
+        ConfigError: it is no function; when called, naming the input that is missing or of another
+            kind.
     """
+    if not callable(make_inputs):
+        raise ConfigError(
+            f"make_inputs: got {make_inputs!r}; a function make_inputs(rows, generator) that "
+            "returns tensors by name is needed."
+        )
 
     def make(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        made = make_inputs(rows, generator)
+        try:
+            made = make_inputs(rows, generator)
+        except Exception as error:
+            raise ConfigError(
+                f"make_inputs: failed for {rows} rows{place_of(error)}: {words_of(error)}"
+            ) from error
         if not isinstance(made, Mapping):
             raise ConfigError(
                 f"make_inputs: got a {type(made).__name__}; a dict of tensors by name is needed."
@@ -282,6 +322,9 @@ def checked(make_inputs: MakeInputs, specs: Sequence[InputSpec]) -> MakeInputs:
 def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
     """Return a source of inputs like the examples: normal floats, integers drawn from theirs.
 
+    Integers that ascend, such as offsets or sorted indices, still do, from the same first one; of
+    masks whole rows are drawn.
+
     Raises:
         ConfigError: an example of integers is empty, so that there is nothing to draw from.
     """
@@ -296,13 +339,35 @@ def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
         made = {}
         for spec in specs:
             shape = spec.shape(rows)
-            if spec.example.is_floating_point():
+            if spec.example.dtype is torch.bool and spec.dims:
+                made[spec.name] = _rows_of(spec, rows, generator)
+            elif spec.example.is_floating_point():
                 made[spec.name] = torch.randn(shape, generator=generator).to(spec.example.dtype)
             else:
                 values = spec.example.flatten().cpu()
                 count = torch.Size(shape).numel()
                 pick = torch.randint(len(values), (count,), generator=generator)
-                made[spec.name] = values[pick].view(shape)
+                drawn = values[pick]
+                if _ascends(spec.example):
+                    drawn = drawn.sort().values
+                    drawn[:1] = values[0]
+                made[spec.name] = drawn.view(shape)
         return made
 
     return make
+
+
+def _rows_of(spec: InputSpec, rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Return rows of the example in its order, the same ones in each row dimension."""
+    value = spec.example.cpu()
+    pick = torch.randint(value.shape[spec.dims[0]], (rows,), generator=generator).sort().values
+    for dim in spec.dims:
+        value = value.index_select(dim, pick)
+    return value
+
+
+def _ascends(example: torch.Tensor) -> bool:
+    if example.dim() != 1 or example.dtype is torch.bool:
+        return False
+    before, after = example[:-1], example[1:]
+    return bool((after >= before).all() and (after > before).any())

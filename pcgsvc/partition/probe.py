@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,14 +21,15 @@ from torch.utils import _pytree as pytree
 from pcgsvc import torch_private
 from pcgsvc.errors import CaptureError, SplitError, TraceError
 from pcgsvc.forward.objects import tensors_held, tensors_of
+from pcgsvc.forward.plain import line_of
 from pcgsvc.forward.results import ResultTree, flatten
 from pcgsvc.forward.samples import Samples
+from pcgsvc.forward.state import Attributes, Writes
 from pcgsvc.forward.workspace import Workspace
-from pcgsvc.ops.breaks import handle_breaks
+from pcgsvc.ops.breaks import HOST_READS, handle_breaks, host_reads_refused
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.submodules import Calls, watched
 from pcgsvc.program.program import Boundaries
-from pcgsvc.trace.dynamo import Attributes
 from pcgsvc.trace.sources import line_that_sets
 
 
@@ -55,6 +57,7 @@ class Forward:
         samples: source of valid inputs.
         constants: non-tensor arguments.
         boundaries: where it breaks.
+        captures: whether it will be captured.
     """
 
     module: Callable[..., Any]
@@ -62,6 +65,7 @@ class Forward:
     samples: Samples
     constants: Mapping[str, Any]
     boundaries: Boundaries
+    captures: bool = True
 
     def probe(self, least: int) -> ForwardProbe:
         """Run the forward a few times and write down what it returned and where it breaks.
@@ -77,7 +81,9 @@ class Forward:
             TraceError: a result that is another for other row counts; or a write to an input.
         """
         most = self.memory.max_tokens
-        before, writes = Attributes(self.module), _Writes(self.memory)
+        tensors = self.memory.tensors.items()
+        parameters = {n: t for n, t in tensors if isinstance(t, torch.nn.Parameter)}
+        before, writes = Attributes(self.module), Writes(parameters, self.memory.buffers)
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(_Tee(printed)):
@@ -86,6 +92,8 @@ class Forward:
         finally:
             changed = before.restore()
             writes.put_back()
+        if self.captures and first.host_reads:
+            raise CaptureError(host_reads_refused(first.host_reads))
         _refuse_side_effects(self.module, changed)
         _refuse_changing_arguments(first, again)
         _refuse_unmarked_attention(first)
@@ -97,10 +105,10 @@ class Forward:
         for run in (other, small):
             _refuse_other_result(first, run)
         _forget_replaced(self.module, self.memory)
-        written = writes.parameters()
+        written = writes.names()
         return ForwardProbe(largest=first, other=other, written=written, warnings=warnings)
 
-    def _run(self, size: int, writes: _Writes) -> ForwardRun:
+    def _run(self, size: int, writes: Writes) -> ForwardRun:
         memory = self.memory
         batch = self.samples.batch(size, uniform=False)
         memory.load(self.samples.inputs(size), size, size)
@@ -141,13 +149,20 @@ class ForwardRun:
     frozen: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     attention: set[str] = field(default_factory=set)
     calls: Calls = field(default_factory=Calls)
+    host_reads: list[str] = field(default_factory=list)
+    """The lines outside breaks at which the host waits for a value."""
+    in_break: bool = False
 
     def at_function(
         self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """See `BreakHandler.at_function`."""
         self.broke(name, args, kwargs)
-        return function(*args, **kwargs)
+        self.in_break = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.in_break = False
 
     def broke(self, name: str, args: Any, kwargs: Any) -> None:
         """Note a break and what of its arguments will be frozen."""
@@ -160,7 +175,7 @@ class ForwardRun:
 class _Ops(torch_private.RecordingMode):
     """Notes breaks, and whether kernels run between them."""
 
-    def __init__(self, run: ForwardRun, boundaries: Boundaries, writes: _Writes) -> None:
+    def __init__(self, run: ForwardRun, boundaries: Boundaries, writes: Writes) -> None:
         super().__init__()
         self._run, self._names, self._writes = run, boundaries.names, writes
 
@@ -174,61 +189,14 @@ class _Ops(torch_private.RecordingMode):
         if name in self._names:
             self._run.broke(name, args, kwargs)
             return func(*args, **kwargs)
+        if name in HOST_READS and not self._run.in_break:
+            self._run.host_reads.append(line_of(traceback.extract_stack()))
         result = func(*args, **kwargs)
         launches = not name.startswith(("aten::empty", "aten::new_empty", "prim::"))
         if launches and not func.is_view:
             self._run.events.append("kernel")
             self._run.kernels.append(name)
         return result
-
-
-class _Writes:
-    """Keeps parameters as they were before the forward writes to them, and inputs from writes."""
-
-    def __init__(self, workspace: Workspace) -> None:
-        storage_id = torch_private.storage_id
-        self._inputs = {storage_id(b): name for name, b in workspace.buffers.items()}
-        self._parameters: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        for name, tensor in workspace.tensors.items():
-            if isinstance(tensor, torch.nn.Parameter) and can_be_put_back(tensor):
-                self._parameters.setdefault(storage_id(tensor), []).append((name, tensor))
-        self._saved: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def before(self, op: str, schema: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Look at what an op is about to write to."""
-        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
-        written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        for leaf in pytree.tree_leaves([given.get(name) for name in written]):
-            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-                continue
-            storage = torch_private.storage_id(leaf)
-            if storage in self._inputs:
-                raise TraceError(
-                    f"the forward writes to its input {self._inputs[storage]!r} with {op}; a "
-                    "runner copies inputs, so the caller's tensor would not change. Write to a "
-                    "clone."
-                )
-            for name, tensor in self._parameters.get(storage, ()):
-                if name not in self._saved:
-                    self._saved[name] = (tensor, tensor.clone())
-
-    def put_back(self) -> None:
-        """Undo what was written to parameters."""
-        for tensor, value in self._saved.values():
-            tensor.copy_(value)
-
-    def parameters(self) -> set[str]:
-        """Return the names of the parameters that were written to."""
-        return set(self._saved)
-
-
-def can_be_put_back(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's content can be copied back; torch writes to no others itself."""
-    overlaps = tensor.layout is torch.strided and any(
-        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
-    return dense and not overlaps and not tensor.is_inference()
 
 
 def _forget_replaced(module: Callable[..., Any], workspace: Workspace) -> None:

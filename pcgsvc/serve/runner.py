@@ -33,6 +33,7 @@ from pcgsvc.serve.generate import generate
 from pcgsvc.serve.inputs import InputBinder
 from pcgsvc.serve.replay import Replay, input_views, poison_others
 from pcgsvc.serve.streams import CallOrder
+from pcgsvc.serve.summary import summary
 from pcgsvc.serve.weights import LoadedState, Weights
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Runner:
         self.report = report
         """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
         self._closed, self._at_close = False, at_close
+        self._model_name = getattr(model.module, "__name__", type(model.module).__name__)
         self._lock, self._process = threading.RLock(), os.getpid()
         self._running = False
         self._autocast_met = False
@@ -98,7 +100,9 @@ class Runner:
 
     # -- calls --
 
-    def __call__(self, *args: Any, batch: Batch | CheckedBatch | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, /, *args: Any, batch: Batch | CheckedBatch | None = None, **kwargs: Any
+    ) -> Any:
         """Run one step, under `torch.no_grad` as the forward was traced.
 
         Args:
@@ -245,6 +249,10 @@ class Runner:
         """Forget all counts, so that `stats()` speaks of what follows."""
         with self.lock:
             self._counts.reset()
+
+    def __repr__(self) -> str:
+        """Return five lines: model, modes, sizes, graphs, warm or cold."""
+        return summary(self._model_name, self.report, is_closed=self._closed)
 
     # -- life --
 
