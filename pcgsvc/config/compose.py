@@ -100,16 +100,15 @@ def compose_command(
         ConfigError: as `compose`, for any one job.
     """
     with open_loader(config_dir) as loader:
-        whole = load_tree(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
-        if not multirun and whole.hydra.mode is not RunMode.MULTIRUN:
-            jobs, known = [list(overrides)], False
-        else:
-            multirun = True
-            load_tree(loader, config_name, overrides, RunMode.MULTIRUN)  # refuses hydra.x=1,2
-            jobs, known = _sweep(loader, whole.hydra.sweeper, overrides)
+        if not multirun:
+            single = _single_job(loader, config_name, overrides)
+            if single is not None:
+                return Command(jobs=[from_tree(single)], multirun=False, overrides=None)
+        whole = load_tree(loader, config_name, overrides, RunMode.MULTIRUN)
+        jobs, known = _sweep(loader, whole.hydra.sweeper, overrides)
         return Command(
             jobs=[from_tree(load_tree(loader, config_name, job)) for job in jobs],
-            multirun=multirun,
+            multirun=True,
             overrides=[[o for o in job if not _is_hydra(o)] for job in jobs] if known else None,
         )
 
@@ -181,6 +180,19 @@ def load_tree(
             run_mode=run_mode,
             validate_sweep_overrides=check_sweep,
         )
+
+
+def _single_job(
+    loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str]
+) -> DictConfig | None:
+    """Compose a command without `-m`; None: `hydra.mode` makes it a sweep all the same."""
+    try:
+        tree = load_tree(loader, config_name, overrides)
+    except ConfigError:  # perhaps at what only a sweep may have, such as mode=none,full
+        tree = load_tree(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
+        if tree.hydra.mode is not RunMode.MULTIRUN:
+            raise
+    return None if tree.hydra.mode is RunMode.MULTIRUN else tree
 
 
 def _refuse_removals(overrides: Sequence[str]) -> None:

@@ -112,11 +112,15 @@ def attributes_of(value: Any, inside: str = "") -> Iterator[Place]:
                 has_hook = _REGISTERS.get(slot, False)
                 yield Place(holder.get, key, item, f"{inside}{key}", module, has_hook)
     for cls in type(value).__mro__:
-        for key, member in list(vars(cls).items()):
+        for key, member in list(vars(cls).items()) if cls not in _NO_SLOTS else ():
             if isinstance(member, types.MemberDescriptorType):
                 get = functools.partial(_slot, value, member)
                 if get(key) is not member:
                     yield Place(get, key, get(key), f"{inside}{key}")
+
+
+_NO_SLOTS = (object, torch.nn.Module)
+"""Classes of many members, none of them a slot."""
 
 
 def cells_of(function: Callable[..., Any]) -> Iterator[Place]:
