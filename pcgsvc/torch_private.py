@@ -434,6 +434,17 @@ def stop_compile_workers() -> None:
         async_compile.shutdown_compile_workers()
 
 
+def forget_loaded_code() -> None:
+    """Forget the code that Inductor has loaded in this process; what holds some of it keeps it.
+
+    It is found by the hash of its source, so a wrong library would be taken again.
+    """
+    if "torch._inductor.codecache" in sys.modules:
+        from torch._inductor.utils import clear_caches
+
+        clear_caches()
+
+
 def count_kernels(source: str) -> int:
     """Return how many kernel launches and library calls generated source contains."""
     return len(re.findall(r"\.run\(|extern_kernels\.\w+\(|cpp_fused\w*\(|kernel_cpp_\d+\(", source))

@@ -467,6 +467,16 @@ def test_stop_compile_workers_leaves_no_child_process() -> None:
     assert not async_compile._pool_set
 
 
+def test_forget_loaded_code_empties_inductors_caches() -> None:
+    from torch._inductor.codecache import CppCodeCache, PyCodeCache
+
+    CppCodeCache.cache["a hash"] = lambda: types.ModuleType("loaded")
+    PyCodeCache.modules.append(types.ModuleType("loaded"))
+    private.forget_loaded_code()
+    assert not CppCodeCache.cache
+    assert not PyCodeCache.modules
+
+
 def test_triton_version_is_the_installed_one_or_none() -> None:
     from importlib.util import find_spec
 

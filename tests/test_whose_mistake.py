@@ -126,7 +126,7 @@ def test_the_host_s_wait_is_told_once_with_its_line_before_anything_is_captured(
     def none(*args: Any) -> Any:
         raise AssertionError("something was compiled")
 
-    monkeypatch.setattr("pcgsvc.pipeline.compile_pieces", none)
+    monkeypatch.setattr("pcgsvc.build.make.compile_pieces", none)
     for strategy in ("fx", "breakable"):
         with caplog.at_level(logging.WARNING):
             message = refusal(item, partition={"strategy": strategy})

@@ -4,6 +4,20 @@ In: nested plain dicts, from Hydra, YAML or a caller. Out: one `Config`, resolve
 Knows nothing of models, graphs or the disk; only `compose` and `devices` import more than Python.
 """
 
+from pcgsvc.config.choices import (
+    CacheAction,
+    CacheMode,
+    Compiler,
+    ErrorMode,
+    Graphs,
+    Job,
+    Mode,
+    MoeBackend,
+    OnMismatch,
+    OnUncovered,
+    Outputs,
+    Strategy,
+)
 from pcgsvc.config.limits import validate, validate_sizing
 from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting, updated
 from pcgsvc.config.resolve import captures, dropped_sizes, resolve, schedule
@@ -11,29 +25,17 @@ from pcgsvc.config.schema import (
     AUTO,
     AttentionConfig,
     BenchConfig,
-    CacheAction,
     CacheConfig,
-    CacheMode,
     CaptureConfig,
     CompareConfig,
-    Compiler,
     CompilerConfig,
     Config,
     DebugConfig,
-    ErrorMode,
     ExplainConfig,
-    Graphs,
-    Job,
-    Mode,
     ModelConfig,
-    MoeBackend,
     MoeConfig,
-    OnMismatch,
-    OnUncovered,
-    Outputs,
     PartitionConfig,
     SizingConfig,
-    Strategy,
     SweepConfig,
 )
 
