@@ -750,6 +750,17 @@ def pool_ranges(pools: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 # ---- jobs ----------------------------------------------------------------------------------------
 
 
+def cpp_compiler() -> str | None:
+    """Return the C++ compiler that Inductor would call, or None if it finds none that runs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return None
+
+
 def op_exists(name: str) -> bool:
     """Whether `ns::op` is registered, with any overload."""
     return bool(torch._C._jit_get_schemas_for_operator(name))

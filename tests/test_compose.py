@@ -9,6 +9,7 @@ import textwrap
 import typing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 from hydra.version import VersionBase
 from omegaconf import OmegaConf
+from packaging.specifiers import SpecifierSet
 
 import pcgsvc
 from pcgsvc.config import CacheMode, Compiler, Config, Mode
@@ -525,3 +527,16 @@ def test_import_is_cheap_and_touches_nothing() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
+
+
+def test_a_target_in_the_settings_is_refused_and_not_run() -> None:
+    with pytest.raises(ConfigError, match="_target_"):
+        pcgsvc.load_config(["+model._target_=pytest.fail"])
+    with pytest.raises(ConfigError, match="_target_"):
+        pcgsvc.load_config(config={"model": {"_target_": "pytest.fail", "msg": "run"}})
+
+
+def test_pythons_on_which_hydra_s_parser_fails_are_excluded() -> None:
+    supported = SpecifierSet(str(metadata.metadata("pcgsvc")["Requires-Python"]))
+    assert supported.contains("3.13.9")
+    assert not supported.contains("3.14.0")

@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import operator
+import shutil
 import subprocess
 import sys
 import types
@@ -678,6 +679,16 @@ def test_an_op_that_was_undeclared_can_be_declared_otherwise() -> None:
 
 
 # ---- calls ---------------------------------------------------------------------------------------
+
+
+def test_the_cpp_compiler_is_named_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor import cpp_builder
+
+    found = private.cpp_compiler()
+    assert found is None or shutil.which(found) is not None
+    cpp_builder.cpp_compiler_search.cache_clear()  # torch keeps what it has found
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert private.cpp_compiler() is None
 
 
 def test_set_grad_turns_gradients_off_and_on() -> None:

@@ -15,14 +15,17 @@ from rich.console import Console
 
 from pcgsvc.check.timing import time_entries
 from pcgsvc.config import Config, Job
-from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
+from pcgsvc.config.devices import device_of
+from pcgsvc.errors import ConfigError, PcgError, UncoveredError, VerifyError
 from pcgsvc.events import Phases, Progress, phase_events
 from pcgsvc.forward.request import make_samples
 from pcgsvc.jobs.cache import cache_job
+from pcgsvc.jobs.doctor import FAIL, examine
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.plan.section import plan_report
 from pcgsvc.jobs.sizes.recommend import sizes_job
 from pcgsvc.jobs.sizes.replay import replay
+from pcgsvc.jobs.verify import verify_all
 from pcgsvc.models.request import request_of
 from pcgsvc.ops.expert_group import rank_of_process, uses_group
 from pcgsvc.pipeline import build_from_config, compile_only
@@ -30,9 +33,9 @@ from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plan_files import draw_plan, picture_problem
 from pcgsvc.report.progress import progress_for
-from pcgsvc.report.report import write_report
+from pcgsvc.report.report import report_head, write_report
 from pcgsvc.report.sizes_table import show_traffic
-from pcgsvc.report.tables import console, show_place, show_report, show_text
+from pcgsvc.report.tables import console, show_place, show_report, show_rows, show_text
 from pcgsvc.serve.generate import generate_ids
 from pcgsvc.serve.runner import Runner
 
@@ -56,6 +59,8 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.COMPARE: _compare,
         Job.CONFIG: _config,
         Job.SIZES: _sizes,
+        Job.VERIFY: _verify,
+        Job.DOCTOR: _doctor,
     }
     rank = rank_of_process() if uses_group(config) else 0
     if rank:
@@ -110,6 +115,38 @@ def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
         report = compile_only(request_of(config, progress), progress)
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
     return _finish(report, report_path, out)
+
+
+def _verify(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    """Try every mode and strategy, and report; VerifyError if any was wrong."""
+    with progress_for(out) as progress:
+        done = verify_all(config, progress)
+    head = report_head(config, str(device_of(config)))
+    report = {**done.report, **head, "tries": [one._asdict() for one in done.tries]}
+    _show_rows(report["tries"], report, report_path, out)
+    if (problem := done.problem()) is not None:
+        raise VerifyError(f"job=verify: {problem}")
+    return report
+
+
+def _doctor(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    """Look at machine and model, and report; PcgError if a job would not work."""
+    with progress_for(out) as progress:
+        found = examine(config, progress)
+    head = report_head(config, str(device_of(config)))
+    report = {**head, "doctor": [one._asdict() for one in found]}
+    _show_rows(report["doctor"], report, report_path, out)
+    if failed := [one.item for one in found if one.state == FAIL]:
+        raise PcgError(f"job=doctor: would not work with these settings: {', '.join(failed)}")
+    return report
+
+
+def _show_rows(
+    rows: list[dict[str, Any]], report: dict[str, Any], path: Path, out: Console
+) -> None:
+    write_report(report, path)
+    show_rows(out, rows)
+    show_place(out, path.absolute())
 
 
 def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:

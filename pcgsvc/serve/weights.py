@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from pcgsvc.errors import StaleAddressError, StateError
-from pcgsvc.forward.objects import places_of
+from pcgsvc.forward.objects import global_places, places_of
 
 # Not of buffers: a forward may assign those, and Dynamo would trace the hook into another's graph.
 _HOOKS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
@@ -54,6 +54,7 @@ class Weights:
         self._static_before = {} if static is None else dict(static())
         bound = {id(t) for t in tensors.values()}
         places = places_of(module, lambda t: id(t) in bound)
+        places += global_places(bound - {id(p.value) for p in places})
         self._places = [(p.get, p.key, p.value, p.name) for p in places if p.get is not None]
         """Where a bound tensor lies, or something that holds one."""
         compared = [(get, key, value) for get, key, value, _ in self._places]
