@@ -67,8 +67,8 @@ def probe_forward(request: Request, phases: Phases) -> ProbedForward:
             if request.planned is not None:
                 raise  # a plan tries again, on tensors with values
             raise ForwardError(
-                f"the forward fails with inputs of a capture size: {words_of(error)}"
-                f"{place_of(error)}. Name the sizes that it takes in capture.sizes."
+                f"the forward fails by itself, called plainly: {words_of(error)}{place_of(error)}. "
+                "partition.strategy=breakable needs one that takes any number of rows."
             ) from error
         return ProbedForward(probe, image_of_forward(probe, memory), memory, boundaries)
 
