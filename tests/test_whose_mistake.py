@@ -199,6 +199,17 @@ def test_a_model_with_a_kv_cache_is_run_on_shapes() -> None:
         pcgsvc.build_runner(Attending().eval(), (rows(3),), dynamic_dims={"x": 0}, attention=spec)
 
 
+def test_a_forward_that_refuses_a_row_count_is_told_where_nothing_is_traced() -> None:
+    def even(x: torch.Tensor) -> torch.Tensor:
+        if len(x) % 2:
+            raise ValueError("odd rows")
+        return x * 2
+
+    settings: Any = {"dynamic_dims": {"x": 0}, "partition": {"strategy": "breakable"}}
+    with pytest.raises(pcgsvc.ForwardError, match=r"ValueError: odd rows at .* any number of rows"):
+        compiled(even, (rows(4),), **settings)
+
+
 # ---- a sample that the model refuses -------------------------------------------------------------
 
 
