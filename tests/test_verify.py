@@ -281,9 +281,7 @@ def test_a_forward_that_asks_for_the_grad_mode_runs_as_under_no_grad() -> None:
 
 
 def test_a_step_has_the_spread_of_its_runs_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = iter(
-        [9.0] + 6 * [1.0] + [1.0, 1.0, 2.0, 2.0, 6.0, 6.0]
-    )  # first, apart, runs
+    costs = iter([9.0] + 6 * [1.0] + [1.0, 1.0, 2.0, 2.0, 6.0, 6.0])  # first, apart, runs
     clock = [0.0]
 
     def call() -> None:
