@@ -218,7 +218,7 @@ def _plus_shown(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> Iterator[
     except Exception as error:
         for override in overrides:
             group, _, option = override.partition("=")
-            options = loader.get_group_options(group) if group.isidentifier() else []
+            options = loader.get_group_options(group) if _is_group(group) else []
             if options and str(error).startswith(f"Could not override '{group}'"):
                 raise ConfigError(
                     f"{group}: no defaults list names this group, so its option is added with a "
@@ -242,6 +242,10 @@ def _sweep(
             return [own + [line for line in fixed if line is not None]], False
         (batch,) = BasicSweeper.split_arguments(swept, max_batch_size=None)
         return [own + job for job in batch], True
+
+
+def _is_group(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("/"))
 
 
 def _is_hydra(override: str) -> bool:
