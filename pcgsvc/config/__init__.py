@@ -5,6 +5,7 @@ Knows nothing of models, graphs or the disk; only `compose` and `devices` import
 """
 
 from pcgsvc.config.choices import (
+    Arrivals,
     CacheAction,
     CacheMode,
     Compiler,
@@ -35,12 +36,14 @@ from pcgsvc.config.schema import (
     ModelConfig,
     MoeConfig,
     PartitionConfig,
+    SchedulerConfig,
     SizingConfig,
     SweepConfig,
 )
 
 __all__ = [
     "AUTO",
+    "Arrivals",
     "AttentionConfig",
     "BenchConfig",
     "CacheAction",
@@ -64,6 +67,7 @@ __all__ = [
     "OnUncovered",
     "Outputs",
     "PartitionConfig",
+    "SchedulerConfig",
     "SizingConfig",
     "Strategy",
     "SweepConfig",

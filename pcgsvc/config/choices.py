@@ -46,6 +46,13 @@ class Graphs(enum.Enum):
     OFF = "off"
 
 
+class Arrivals(enum.Enum):
+    """When the requests of a trace arrive: as it says, or each as soon as one can be taken."""
+
+    KEPT = "kept"
+    CLOSED_LOOP = "closed_loop"
+
+
 class OnUncovered(enum.Enum):
     """What happens to a call that no captured graph serves."""
 

@@ -22,8 +22,7 @@ from pcgsvc.ops.support import Support
 from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plots import has_matplotlib
-from pcgsvc.sizing.auto import plan_for
-from pcgsvc.sizing.files import read_traffic
+from pcgsvc.sizing.auto import load_traffic, plan_for
 from pcgsvc.sizing.resolve import resolve_config
 from pcgsvc.torch_private import op_exists
 
@@ -213,7 +212,8 @@ def _check_inputs(config: Config) -> None:
         plan_for(config, {})
         _check_picture(config, "sizes.png")
     elif config.traffic is not None:
-        read_traffic(config.traffic).as_dispatched(config.capture.uniform_query_len)
+        query_len = config.capture.uniform_query_len
+        load_traffic(config, config.traffic).as_dispatched(query_len)
 
 
 def _check_prompt(config: Config) -> None:
