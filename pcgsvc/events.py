@@ -15,7 +15,7 @@ the reader's. Long phases are timed, logged and reported to a progress listener 
 | `fallback` | INFO, or WARNING where graphs were meant to serve | reason, num_tokens, uniform |
 | `fallbacks` | INFO | reason, calls (in all; one event per reason when the runner is closed) |
 
-Phases: import, trace, split, compile, load, capture, verify, bench, traffic.
+Phases: import, trace, split, compile, load, check, capture, verify, prove, count, bench, traffic.
 """
 
 from __future__ import annotations

@@ -67,6 +67,8 @@ class BuildEnvironment:
             "miss_reasons": list(dict.fromkeys(reasons)),
             "bytes": self.store.num_bytes(),
             "healed": int(self.wrong is not None),
+            "stored": model.facts is not None,
+            "not_stored": model.unstored,
         }
 
 

@@ -235,12 +235,16 @@ class CacheConfig:
     """How long to wait for another process that builds the same, in seconds; at least 0."""
     require_warm: bool = False
     """A miss is an error that names the facts that differ, instead of a build."""
+    prove: bool = True
+    """With `job=compile`: a fresh process loads what was stored, or the job fails."""
     action: CacheAction = CacheAction.LS
     """With `job=cache`: `ls`, `explain`, `check`, `clear`, `export` or `import`."""
     file: str | None = None
     """With `cache.action=export` or `import`: path of the bundle."""
     import_sha256: str | None = None
     """With `cache.action=import`: the sha256 that the bundle must have; None: not compared."""
+    yes: bool = False
+    """With `cache.action=clear` on a terminal: delete without asking."""
 
 
 @dataclass(kw_only=True, slots=True)

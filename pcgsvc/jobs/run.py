@@ -15,17 +15,17 @@ from rich.console import Console
 
 from pcgsvc.check.timing import time_entries
 from pcgsvc.config import Config, Job
-from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
+from pcgsvc.errors import CacheError, ConfigError, UncoveredError, VerifyError
 from pcgsvc.events import Phases, Progress, phase_events
 from pcgsvc.forward.request import make_samples
 from pcgsvc.jobs.cache import cache_job
+from pcgsvc.jobs.compile import compile_and_prove, problem_of
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.plan.section import plan_report
 from pcgsvc.jobs.sizes.recommend import sizes_job
 from pcgsvc.jobs.sizes.replay import replay
-from pcgsvc.models.request import request_of
 from pcgsvc.ops.expert_group import rank_of_process, uses_group
-from pcgsvc.pipeline import build_from_config, compile_only
+from pcgsvc.pipeline import build_from_config
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plan_files import draw_plan, picture_problem
@@ -107,9 +107,12 @@ def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     started = time.perf_counter()
     with progress_for(out) as progress:
-        report = compile_only(request_of(config, progress), progress)
+        report = compile_and_prove(config, progress)
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
-    return _finish(report, report_path, out)
+    _finish(report, report_path, out)
+    if (problem := problem_of(report)) is not None:
+        raise CacheError(f"job=compile: {problem}")
+    return report
 
 
 def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
