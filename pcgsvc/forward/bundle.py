@@ -68,5 +68,9 @@ class ModelBundle:
     embedding: EmbeddingSpec | None = None
     """Set for encoders: takes (input_ids [T], positions [T], token_types [T]) and returns hidden
     rows [T, E]."""
+    stored_dtype: str | None = None
+    """What the checkpoint's weights are stored in, as it says; None: it does not, or is none."""
+    plan_notes: list[str] = field(default_factory=list)
+    """In which a plan of it differs from a run."""
     arguments: Arguments | None = None
     """The forward's arguments; None: its inputs, and no others."""

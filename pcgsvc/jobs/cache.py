@@ -29,9 +29,9 @@ from pcgsvc.errors import CacheError
 from pcgsvc.forward.request import Request
 from pcgsvc.jobs.preflight import check_cache_job
 from pcgsvc.models.request import request_of
-from pcgsvc.program.facts import config_facts, program_facts
+from pcgsvc.program.facts import program_facts
 from pcgsvc.program.forms import NotCanonicalError
-from pcgsvc.program.keys import key_of
+from pcgsvc.program.keys import config_facts, key_of
 from pcgsvc.report import words
 
 
@@ -160,7 +160,9 @@ def _check(config: Config, store: Store) -> Iterator[str]:
 def _load_all(program: ProgramInfo, store: Store) -> str | None:
     """Load a program with the compiler settings that it was stored with; see `load_all`."""
     facts = flatten(program.facts)
-    device = torch.device(str(facts["device"]), facts.get("device.index"))
+    device = torch.device(facts["device"])
+    if "device.index" in facts:
+        device = torch.device(facts["device"], facts["device.index"])
     if not is_here(device):
         return f"it is for {facts.get('gpu', device)}, which this machine lacks"
     config = _stored_settings(facts, device)
