@@ -174,6 +174,10 @@ def build_runner(
         VerifyError: a captured entry does not give what the module gives; `report` has the rows.
     """
     with _shown(_BUILD):
+        if progress is not None and not all(
+            callable(getattr(progress, name, None)) for name in ("start", "advance", "stop")
+        ):
+            raise ConfigError(f"progress: got {progress!r}, a pcgsvc.events.Progress is needed.")
         request = request_for(
             module,
             example_inputs,

@@ -180,6 +180,11 @@ def is_op_failure(error: BaseException | None) -> bool:
     return isinstance(error, TorchRuntimeError)
 
 
+def is_fake_limit(error: BaseException | None) -> bool:
+    """Return whether an error says that a tensor without memory has no values to read."""
+    return type(error).__module__ == "torch._subclasses.fake_tensor"
+
+
 def side_effects() -> list[str]:
     """Return the sources whose Python state the running trace changes (inside a backend hook).
 
@@ -743,6 +748,17 @@ def pool_ranges(pools: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 # ---- jobs ----------------------------------------------------------------------------------------
+
+
+def cpp_compiler() -> str | None:
+    """Return the C++ compiler that Inductor would call, or None if it finds none that runs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return None
 
 
 def op_exists(name: str) -> bool:

@@ -210,14 +210,22 @@ def test_a_constant_that_is_equal_and_new_is_taken_and_another_is_refused(kind: 
             runner(rows(3), NEW[kind](3.0))
 
 
-def test_a_tensor_of_another_module_may_be_written_and_not_be_replaced(sources: Sources) -> None:
+@pytest.mark.parametrize("way", ["closure", "attribute"])
+def test_a_tensor_of_another_module_may_be_written_and_not_be_replaced(
+    sources: Sources, way: str
+) -> None:
     text = "import torch\nscale = torch.ones(4)\ndef scaled(x): return x * scale"
     other = sources.load("pcgtest_other", text)
-    with build(lambda x: attended(other.scaled(x)), sizes=[4]) as runner:
+    holder = types.SimpleNamespace(other=other)
+    forwards = {
+        "closure": lambda x: attended(other.scaled(x)),
+        "attribute": lambda x: attended(holder.other.scaled(x)),
+    }
+    with build(forwards[way], sizes=[4]) as runner:
         other.scale.mul_(2)
         assert torch.equal(runner(rows(3)), rows(3) * 4)
         other.scale = torch.full((WIDTH,), 7.0)
-        with pytest.raises(StaleAddressError, match="scale: its memory was replaced"):
+        with pytest.raises(StaleAddressError, match=r"other\.scale: its memory was replaced"):
             runner(rows(3))
 
 

@@ -236,8 +236,23 @@ def test_a_count_that_a_splitting_op_keeps_is_called_host_state_that_changes() -
         torch.ops.check.counting(x, out)
         return out + 1
 
-    with pytest.raises(VerifyError, match="host state that changes from call to call"):
+    with pytest.raises(VerifyError, match="host state that changes from call to call") as caught:
         build(forward, mode="none")
+    assert caught.value.report is not None  # though nothing was captured
+    assert caught.value.report["compile"]["start"] == "cold"
+
+
+def test_a_row_count_that_the_module_refuses_is_named_where_capture_does_not_skip_it() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return attended(x) + torch.zeros(5, WIDTH)[torch.arange(x.shape[0])]
+
+    words = "not compared with the module at 8 rows: the forward raises IndexError"
+    with build(forward, mode="none", sizes=[4, 8]) as runner:
+        (warning,) = runner.report["warnings"]
+        assert words in warning
+    with build(forward, sizes=[4, 8]) as runner:
+        assert runner.report["warnings"] == []
+        assert [skipped["size"] for skipped in runner.report["graphs"]["skipped"]] == [8]
 
 
 def test_a_forward_that_asks_whether_it_is_traced_is_found_in_every_mode() -> None:

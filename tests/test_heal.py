@@ -237,6 +237,7 @@ def test_jobs_heal_and_count_it(
     refused = cached_cli(f"job={job}", "cache.require_warm=true")
     assert refused.code == 1
     assert key[:12] in refused.out
+    assert [r["compile"]["start"] for r in refused.reports] == ["warm"]
     done = cached_cli(f"job={job}")
     assert (done.code, done.start) == (0, ("cold", 1, 2))
     assert f"the stored program {key[:12]} in" in done.out

@@ -14,10 +14,10 @@ import torch
 from pcgsvc.build.environment import BuildEnvironment
 from pcgsvc.build.load import ProgramLookup
 from pcgsvc.build.stages import compile_piece
-from pcgsvc.config import Compiler, Config
+from pcgsvc.config import Compiler, Config, captures
 from pcgsvc.events import Phases
 from pcgsvc.forward.objects import tensors_held, tensors_of
-from pcgsvc.forward.request import Request, make_samples, make_workspace
+from pcgsvc.forward.request import Request, check_forward, make_samples, make_workspace
 from pcgsvc.forward.specs import Binding
 from pcgsvc.forward.state import can_be_put_back
 from pcgsvc.forward.workspace import Workspace, preserved
@@ -53,7 +53,10 @@ def probe_forward(request: Request, phases: Phases) -> ProbedForward:
     }
     samples = make_samples(request, memory)
     with phases.phase("split"), memory.on_stream(), preserved(state):
-        forward = Forward(module, memory, samples, request.constants, boundaries)
+        check_forward(request)
+        forward = Forward(
+            module, memory, samples, request.constants, boundaries, captures(request.config)
+        )
         probe = forward.probe(min(request.config.capture.final_sizes))
         return ProbedForward(probe, image_of_forward(probe, memory), memory, boundaries)
 

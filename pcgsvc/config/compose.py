@@ -51,7 +51,7 @@ class Command:
 def schema_node() -> DictConfig:
     """Return all settings with their defaults; a name that is not in it is refused."""
     node = OmegaConf.create(to_dict(Config()))
-    for free in (node.compiler.options, node.model.kwargs, node.model.inputs):
+    for free in (node.compiler.options, node.model.kwargs, node.model.inputs, node.user):
         OmegaConf.set_struct(free, False)  # any name is allowed there
     return node
 
@@ -143,8 +143,10 @@ def plain(value: Any) -> Any:
 @contextlib.contextmanager
 def open_loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
     """Yield a loader over the packaged and the user's YAML; Hydra's globals are put back after."""
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"config_dir: '{config_dir}' is no folder.")
+    if config_dir is not None and not (
+        isinstance(config_dir, str | Path) and str(config_dir) and Path(config_dir).is_dir()
+    ):
+        raise ConfigError(f"config_dir: {str(config_dir)!r} is no folder.")
     search_path = create_config_search_path(CONFIG_MODULE)
     if config_dir is not None:
         search_path.prepend("user", f"file://{Path(config_dir).resolve()}")
@@ -171,13 +173,47 @@ def load_tree(
     check_sweep: bool = True,
 ) -> DictConfig:
     """Compose with Hydra; a primary config of the user's may name no job, so one is named first."""
-    with readable():
+    _refuse_removals(overrides)
+    with readable(), _plus_shown(loader, overrides):
         return loader.load_configuration(
             config_name=config_name,
             overrides=["hydra.job.name=pcgsvc", *overrides],
             run_mode=run_mode,
             validate_sweep_overrides=check_sweep,
         )
+
+
+def _refuse_removals(overrides: Sequence[str]) -> None:
+    """Refuse `~name` of a setting or a group of ours: a config has all of them."""
+    for override in overrides:
+        if override.startswith("~"):
+            tree: Any = to_dict(Config())
+            path = override[1:].partition("=")[0].partition("@")[0]
+            *groups, last = path.split(".")
+            for name in groups:
+                tree = tree.get(name) if isinstance(tree, dict) else None
+            if isinstance(tree, dict) and last in tree:
+                raise ConfigError(
+                    f"{override}: a setting cannot be removed; {path}=… gives it another value."
+                )
+
+
+@contextlib.contextmanager
+def _plus_shown(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> Iterator[None]:
+    """Answer `group=option` of a group that no defaults list names with `+group=option`."""
+    try:
+        yield
+    except Exception as error:
+        for override in overrides:
+            group, _, option = override.partition("=")
+            options = loader.get_group_options(group) if group.isidentifier() else []
+            if options and str(error).startswith(f"Could not override '{group}'"):
+                raise ConfigError(
+                    f"{group}: no defaults list names this group, so its option is added with a "
+                    f"plus: +{group}={option if option in options else options[0]}. Options: "
+                    f"{', '.join(options)}."
+                ) from error
+        raise
 
 
 def _sweep(

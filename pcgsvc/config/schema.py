@@ -356,8 +356,9 @@ class Config:
     """Anything that was asked for and is not done is an error, not a warning."""
     job: Job = Job.RUN
     """`run`, `compile` (fill the cache), `plan` (trace and split only), `cache` (see
-    `cache.action`), `compare` (one table of existing reports), `config` (see `config.explain`) or
-    `sizes` (choose capture sizes for `traffic`)."""
+    `cache.action`), `compare` (one table of existing reports), `config` (see `config.explain`),
+    `sizes` (choose capture sizes for `traffic`), `verify` (compare every mode and strategy with
+    plain execution) or `doctor` (what would not work here, and what the model does)."""
     prompt: str | None = None
     """Text that a model with a tokenizer continues after `job=run` has verified it."""
     max_new_tokens: Count = 48
@@ -370,3 +371,6 @@ class Config:
     """Most calls that replay `traffic`; of more, this many are taken evenly. At least 1."""
     report: str | None = None
     """Path of the JSON report; None: `report.json` in the run's output directory."""
+    user: dict[str, Any] = field(default_factory=dict)
+    """Variables of your own for other settings to interpolate, such as `user.width=64` with
+    `model.kwargs='{width: ${user.width}}'`; nothing else reads them."""

@@ -272,6 +272,25 @@ def places_of(root: Any, wanted: Callable[[torch.Tensor], bool]) -> list[Place]:
     return search.places
 
 
+def global_places(wanted: set[int]) -> list[Place]:
+    """Return the globals of imported modules, and items of such, that have one of these identities.
+
+    No way of the caller's leads to them: an attribute or a closure may hold a Python module, whose
+    members are not looked through.
+    """
+    found: list[Place] = []
+    for name, module in list(sys.modules.items()) if wanted else ():
+        if isinstance(module, types.ModuleType) and not is_not_users(module):
+            for key, value in list(vars(module).items()):
+                items = list(value.values()) if type(value) is dict else value
+                inside = map(id, items) if type(items) in (list, tuple) else ()
+                if wanted.isdisjoint([id(value), *inside]):
+                    continue
+                own = Place(vars(module).get, key, value, f"{name}.{key}")
+                found += [own, *(p for p in items_of(value, own.name) if id(p.value) in wanted)]
+    return found
+
+
 class _Search:
     """Enters each object once."""
 

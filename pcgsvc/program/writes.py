@@ -121,7 +121,7 @@ def _put_back(watched: _Watched, image: ProgramImage, ops: list[str]) -> str | N
     """Put a tensor back; return what is wrong with a write to it, or None."""
     tensor, saved = watched.tensor, watched.saved
     is_counted = watched.version is not None and tensor._version != watched.version
-    is_changed = saved is not None and not _same_bits(tensor, saved)
+    is_changed = saved is not None and not same_bits(tensor, saved)
     if not is_counted and not is_changed:
         return None
     if is_changed and saved is not None:
@@ -176,6 +176,7 @@ def _taken_by(row: Row, numbers: set[int], ops: list[str]) -> Iterator[tuple[str
             yield name, argument, str(schema)
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bytes."""
     bits = [t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (one, other)]
     return torch.equal(*bits)

@@ -100,7 +100,9 @@ class Runner:
 
     # -- calls --
 
-    def __call__(self, *args: Any, batch: Batch | CheckedBatch | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, /, *args: Any, batch: Batch | CheckedBatch | None = None, **kwargs: Any
+    ) -> Any:
         """Run one step, under `torch.no_grad` as the forward was traced.
 
         Args:
