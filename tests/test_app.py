@@ -345,7 +345,11 @@ def test_main_leaves_argv_and_the_environment_as_they_were(
 
 
 def test_help_lists_groups_and_settings(cli: Cli) -> None:
-    done = cli("--help")
+    short = cli("-h")
+    assert (short.code, short.err) == (0, "")
+    assert len(short.out.splitlines()) <= 45
+    assert cli("--help").out == short.out
+    done = cli("--help-all")
     assert done.code == 0
     (models,) = [
         line for line in done.out.splitlines() if line.startswith("  model=") and "|" in line

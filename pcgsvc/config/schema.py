@@ -194,7 +194,7 @@ class CaptureConfig:
     sizes: SizesOrFile | None = None
     """Capture sizes in tokens: a list, `"1,2,4"`, `"1:64:8"` (1, then every multiple of 8 up to
     64), or `auto:FILE`: the best for a traffic file (see `traffic` and `sizing.*`); None: a
-    schedule that ends in `max_size`. Positive, without repetition."""
+    schedule that ends in `max_size`, with a `prompt` 1 and 64. Positive, without repetition."""
     max_size: int | None = None
     """Largest capture size in tokens; None: 64 on the CPU, 512 on CUDA, and no limit for sizes that
     were named or chosen. Larger sizes are dropped with a warning."""
@@ -267,8 +267,11 @@ class DebugConfig:
 class BenchConfig:
     """How `job=run` times what it built."""
 
-    enabled: bool = True
-    """Whether `job=run` times the captured entries."""
+    enabled: bool | None = None
+    """Whether `job=run` times the captured entries; None: unless there is a `prompt`."""
+    reduce_overhead: bool | None = None
+    """Whether torch.compile's mode `reduce-overhead` is timed beside them, where any batch may be
+    captured whole; it is compiled for that. None: on CUDA."""
     repeats: Count = 20
     """Timed calls per entry; the median is reported. At least 1."""
 

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -58,6 +59,8 @@ class Plan:
     memory: MemoryEstimate
     seconds: dict[str, float]
     warnings: list[str]
+    ready: dict[str, Any] = field(default_factory=dict)
+    """How long it took, in parts; see `events.Phases.ready`."""
     partition: Partition | None = None
     """The cut graph; None for a forward that is not traced."""
     traced: TracedGraph | None = None
@@ -130,7 +133,8 @@ def plan(config: Config, progress: Progress) -> Plan:
     Raises:
         ConfigError, TraceError, SplitError: as a build of this config would.
     """
-    request, phases = plan_request(config, progress), Phases(progress)
+    request = plan_request(config, progress)
+    phases = Phases(progress, request.weights_s)
     planned = request.planned
     assert planned is not None
     with build_modes(request.device):
@@ -142,6 +146,7 @@ def plan(config: Config, progress: Progress) -> Plan:
     if (excess := _beyond(done.memory.total, planned.target)) is not None:
         logger.warning("%s", excess)
         done.warnings.append(excess)
+    done.ready = phases.ready("plan")
     return done
 
 
@@ -214,7 +219,9 @@ def _plan(
         workspace=workspace,
         memory=MemoryEstimate(),
         seconds=phases.seconds,
-        warnings=warn_or_raise(request.config, [*capture.warnings, *planned.warnings, *warnings]),
+        warnings=warn_or_raise(
+            request.config, [*capture.warnings, *planned.warnings, *warnings], capture.notes
+        ),
     )
 
 
