@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-_PLACE = re.compile(r"(?<=<!-- figures: )([a-z_]+)( -->\n).*?(?=<!-- /figures -->)", re.DOTALL)
+_PLACE = re.compile(r"(?<=<!-- figures: )([^ ]+)( -->\n).*?(?=<!-- /figures -->)", re.DOTALL)
 
 
 def filled(text: str) -> str:
@@ -119,6 +119,19 @@ def warm() -> str:
     )
 
 
+def glue() -> str:
+    """What is left of a step and of a call when nothing runs."""
+    raw = _raw("calls-h200")
+    own, capture = raw["glue"], raw["piecewise"]["inductor"]["seconds"]["capture"]
+    call, batch = own["call_minus_steps_us"], own["call_with_batch_minus_steps_us"]
+    return (
+        f"With every replay and op body empty, a step of {own['step_callables']} callables takes "
+        f"{own['glue_us_per_step']:.1f} µs; a whole call\ntakes {call:.0f} µs above its steps, "
+        f"with a `Batch` {batch:.0f} µs (`scripts/bench glue`). Capturing\n"
+        f"4 sizes of 33 regions takes {capture:.2f} s.\n"
+    )
+
+
 def llama_8b() -> str:
     """Decode steps of Llama-3-8B shapes against the memory floor."""
     raws = [_raw(f"llama-8b-h200{suffix}")["llama_8b"] for suffix in ("", "-quiet")]
@@ -139,5 +152,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "strategies": strategies,
     "starts": starts,
     "warm": warm,
+    "glue": glue,
     "llama_8b": llama_8b,
 }

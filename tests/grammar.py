@@ -47,9 +47,12 @@ MOST_ROWS = 9
 
 
 class Planted:
-    """A fault of a splitting op, and what its calls were given and gave while it is recorded."""
+    """A fault of the splitting ops, and what their calls were given and gave while recorded."""
 
-    drops_last_row = False
+    drops_last_row_under: str | None = None
+    """The strategy under which they do."""
+    strategy: str | None = None
+    """Of the runner that is being built or called; None: plain execution."""
     calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] | None = None
 
 
@@ -76,7 +79,7 @@ def _centred(x: torch.Tensor) -> torch.Tensor:
     true = pcgsvc.current_context().num_tokens
     y = x.clone()
     y[:true] += x[:true].sum(0) % 3 if not x.is_floating_point() else x[:true].mean(0)
-    if Planted.drops_last_row:
+    if Planted.strategy is not None and Planted.strategy == Planted.drops_last_row_under:
         y[true - 1] = 0
     return y
 
@@ -206,11 +209,11 @@ FORMS = [
     *_forms(
         "aliasing split", "{v}, {w} = torch.ops.gr.halves({a})", a=F4, gives="f2", aliases=True
     ),
-    *_forms("host data", "{v} = {a} + torch.tensor([1.0, 2.0, 3.0, 4.0])", a=F4),
+    *_forms("host data", "{v} = {a} + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)", a=F4),
     *_forms("constants", "{v} = {a} * SCALE + TABLE", "{v} = {a} * self.alpha + self.held", a=F4),
-    *_forms("constants", "{v} = {a} + torch.ones(4) * self.mixes[0]", a=F4),
+    *_forms("constants", "{v} = {a} + torch.ones(4, device=x.device) * self.mixes[0]", a=F4),
     *_forms("sizes", "{v} = {a}.reshape(x.shape[0], -1)", aliases=True),
-    *_forms("sizes", "{v} = {a} + torch.arange(x.shape[0])[:, None]"),
+    *_forms("sizes", "{v} = {a} + torch.arange(x.shape[0], device=x.device)[:, None]"),
     *_forms("sizes", "{v} = {a} + self.table[: x.shape[0]]", a=F4),
     *_forms("sizes", "{v} = {a}.new_full((x.shape[0], 4), 2) * {a}"),
     *_forms("sizes", "{v} = torch.cat([{a}, {b}])[: x.shape[0] * 2 // 2]"),
@@ -340,7 +343,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     alpha = 0.75
 
-    def __init__(self) -> None:
+    def __init__(self, device) -> None:
         super().__init__()
         made = torch.Generator().manual_seed(5)
         self.w0 = nn.Parameter(torch.randn(4, 4, generator=made) * 0.3)
@@ -355,7 +358,8 @@ class Model(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("cells", torch.zeros(16, 4))
         self.register_buffer("table", torch.randn(16, 4, generator=made), persistent=False)
-        self.held = torch.arange(4.0) - 1
+        self.to(device)
+        self.held = torch.arange(4.0, device=device) - 1
         self.mixes = [0.25, 3]
 
     def forward(self, x, y, ids):
@@ -471,7 +475,9 @@ That the compiler gets a region wrong is not among them: it is a fault, if not o
 def is_explained(drawn: Drawn, outcome: Outcome) -> bool:
     """Whether a model holds what it is refused for."""
     reasons = REASONS.get(outcome.reason, set())
-    if drawn.strategy == "fx":  # a branch on the size is known, and the module runs other sizes
+    if (
+        drawn.strategy != "breakable"
+    ):  # a branch on the size is known, and the module runs other sizes
         reasons = reasons - {"branch on the size"}
     return bool(reasons & drawn.what)
 
@@ -492,15 +498,16 @@ def try_model(
         passes: `compiler.passes`.
         device: of model and calls.
     """
-    with _module(drawn, folder) as module, torch.device(device):
-        model = module.Model().eval().requires_grad_(False)
+    with _module(drawn, folder) as module, _under(drawn.strategy):
+        module.TABLE = module.TABLE.to(device)
+        model = module.Model(device).eval().requires_grad_(False)
         alone = copy.deepcopy(model)
         config = _config(drawn, compiler)
         config.compiler.passes = passes
         config.device = device
         try:
             runner = pcgsvc.build_runner(
-                model, _inputs(3, 0), dynamic_dims={"x": 0, "y": 0, "ids": 0}, config=config
+                model, _inputs(3, 0, device), dynamic_dims={"x": 0, "y": 0, "ids": 0}, config=config
             )
         except pcgsvc.PcgError as error:
             return Outcome("refused", f"{type(error).__name__}: {error}")
@@ -514,6 +521,7 @@ def _compare_calls(
     drawn: Drawn, runner: pcgsvc.Runner, model: nn.Module, alone: nn.Module
 ) -> Outcome:
     kept: list[tuple[Any, Any]] = []
+    device = str(next(model.parameters()).device)
     loose = drawn.half == "bfloat16" and "dtypes" in drawn.what
     for at, call in enumerate(drawn.calls):
         if call.update:
@@ -521,7 +529,7 @@ def _compare_calls(
                 for parameter in each.parameters():
                     parameter.add_(0.0625)
         where = f"call {at} of {call.rows} rows"
-        inputs, same = (_called_with(call, at) for _ in range(2))
+        inputs, same = (_called_with(call, at, device) for _ in range(2))
         wanted, boundaries = _run(lambda same=same: _plainly(alone, same))
         before = copy.deepcopy(wanted)
         try:
@@ -553,12 +561,18 @@ def _run(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
 
 
 def _plainly(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
-    dropped, Planted.drops_last_row = Planted.drops_last_row, False
+    with torch.no_grad(), use_context(make_context(None, [len(inputs["x"])])), _under(None):
+        return model(**inputs)
+
+
+@contextmanager
+def _under(strategy: str | None) -> Iterator[None]:
+    """Run a block as a strategy's, or as plain execution."""
+    before, Planted.strategy = Planted.strategy, strategy
     try:
-        with torch.no_grad(), use_context(make_context(None, [len(inputs["x"])])):
-            return model(**inputs)
+        yield
     finally:
-        Planted.drops_last_row = dropped
+        Planted.strategy = before
 
 
 def _blame(calls: Sequence[Any], wanted: Sequence[Any], runner: pcgsvc.Runner) -> str:
@@ -618,14 +632,14 @@ def _config(drawn: Drawn, compiler: str) -> Config:
     return config
 
 
-def _inputs(rows: int, seed: int) -> dict[str, torch.Tensor]:
+def _inputs(rows: int, seed: int, device: str) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(rows, WIDTH, generator=made) for _ in range(2))
-    return {"x": x, "y": y, "ids": torch.randint(0, IDS, (rows,), generator=made)}
+    x, y = (torch.randn(rows, WIDTH, generator=made).to(device) for _ in range(2))
+    return {"x": x, "y": y, "ids": torch.randint(0, IDS, (rows,), generator=made).to(device)}
 
 
-def _called_with(call: Call, seed: int) -> dict[str, torch.Tensor]:
-    inputs = _inputs(call.rows, seed + 1)
+def _called_with(call: Call, seed: int, device: str) -> dict[str, torch.Tensor]:
+    inputs = _inputs(call.rows, seed + 1, device)
     if call.how == "same":
         inputs["y"] = inputs["x"]
     elif call.how == "strided":

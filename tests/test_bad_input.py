@@ -251,11 +251,13 @@ def test_a_make_inputs_that_fails_is_told_with_its_line() -> None:
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [(net().to("meta"), r"module\.to\('cpu'\)"), (net().train(), r"call module\.eval\(\)")],
-    ids=["another device", "in training"],
+    [
+        (net().to("meta"), r"module\.to\('cpu'\)"),
+        (net().train(), r"call module\.eval\(\)"),
+        (torch.relu, r"no signature found .* lambda x: function\(x\)"),
+    ],
+    ids=["another device", "in training", "a builtin"],
 )
-def test_a_model_that_no_graph_could_run_is_refused_with_what_to_do(
-    model: nn.Module, words: str
-) -> None:
+def test_a_model_that_no_graph_could_run_is_refused_with_what_to_do(model: Any, words: str) -> None:
     with pytest.raises(pcgsvc.ConfigError, match=words):
         compiled(model=model)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_calls_keep_memory_flat(calls: int) -> None:
             for _ in range(times):
                 at = rng.randrange(len(inputs))
                 got = runner(inputs[at])
-            assert torch.equal(got, wanted[at])
+            torch.testing.assert_close(got, wanted[at])
             return resident_bytes(), len(gc.get_objects())
 
         call(calls // 10)
@@ -89,7 +90,7 @@ def test_builds_and_closes_leave_no_memory_thread_or_descriptor(
         module = toy(2, seed)
         x = rows(5)
         with pcgsvc.build_runner(module, x, dynamic_dims={"x": 0}, config=config) as runner:
-            assert torch.equal(runner(x), plain(module, x))
+            torch.testing.assert_close(runner(x), plain(module, x))
 
     for seed in range(5):
         once(seed)
@@ -120,11 +121,12 @@ def test_eight_threads_call_while_runners_are_closed_and_built_anew(rounds: int)
             except PcgError as error:
                 if "is closed" not in str(error):
                     wrong.append(str(error))
+                time.sleep(0.001)
                 continue
             except Exception as error:  # noqa: BLE001 - any is a failure
                 wrong.append(repr(error))
                 continue
-            if torch.equal(got, wanted[at]):
+            if torch.allclose(got, wanted[at], atol=1e-5):
                 right[number] += 1
             else:
                 wrong.append(f"{len(inputs[at])} rows")

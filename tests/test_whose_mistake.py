@@ -126,7 +126,7 @@ def test_the_host_s_wait_is_told_once_with_its_line_before_anything_is_captured(
     def none(*args: Any) -> Any:
         raise AssertionError("something was compiled")
 
-    monkeypatch.setattr("pcgsvc.pipeline.compile_pieces", none)
+    monkeypatch.setattr("pcgsvc.build.make.compile_pieces", none)
     for strategy in ("fx", "breakable"):
         with caplog.at_level(logging.WARNING):
             message = refusal(item, partition={"strategy": strategy})
@@ -197,6 +197,17 @@ def test_a_model_with_a_kv_cache_is_run_on_shapes() -> None:
     )
     with pytest.raises(pcgsvc.ForwardError, match=r"RuntimeError: .*_mistake.py:\d+ in forward"):
         pcgsvc.build_runner(Attending().eval(), (rows(3),), dynamic_dims={"x": 0}, attention=spec)
+
+
+def test_a_forward_that_refuses_a_row_count_is_told_where_nothing_is_traced() -> None:
+    def even(x: torch.Tensor) -> torch.Tensor:
+        if len(x) % 2:
+            raise ValueError("odd rows")
+        return x * 2
+
+    settings: Any = {"dynamic_dims": {"x": 0}, "partition": {"strategy": "breakable"}}
+    with pytest.raises(pcgsvc.ForwardError, match=r"ValueError: odd rows at .* any number of rows"):
+        compiled(even, (rows(4),), **settings)
 
 
 # ---- a sample that the model refuses -------------------------------------------------------------

@@ -28,10 +28,9 @@ from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Request, make_samples, make_workspace
 from pcgsvc.forward.results import tensors_in
-from pcgsvc.forward.state import Attributes, state_kept
+from pcgsvc.forward.state import Attributes, same_bits, state_kept
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import use_context
-from pcgsvc.program.writes import same_bits
 from pcgsvc.trace.sources import line_that_sets
 
 _SAVED_BYTES = 64 * 2**20

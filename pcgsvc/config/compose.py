@@ -100,16 +100,15 @@ def compose_command(
         ConfigError: as `compose`, for any one job.
     """
     with open_loader(config_dir) as loader:
-        whole = load_tree(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
-        if not multirun and whole.hydra.mode is not RunMode.MULTIRUN:
-            jobs, known = [list(overrides)], False
-        else:
-            multirun = True
-            load_tree(loader, config_name, overrides, RunMode.MULTIRUN)  # refuses hydra.x=1,2
-            jobs, known = _sweep(loader, whole.hydra.sweeper, overrides)
+        if not multirun:
+            single = _single_job(loader, config_name, overrides)
+            if single is not None:
+                return Command(jobs=[from_tree(single)], multirun=False, overrides=None)
+        whole = load_tree(loader, config_name, overrides, RunMode.MULTIRUN)
+        jobs, known = _sweep(loader, whole.hydra.sweeper, overrides)
         return Command(
             jobs=[from_tree(load_tree(loader, config_name, job)) for job in jobs],
-            multirun=multirun,
+            multirun=True,
             overrides=[[o for o in job if not _is_hydra(o)] for job in jobs] if known else None,
         )
 
@@ -183,6 +182,19 @@ def load_tree(
         )
 
 
+def _single_job(
+    loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str]
+) -> DictConfig | None:
+    """Compose a command without `-m`; None: `hydra.mode` makes it a sweep all the same."""
+    try:
+        tree = load_tree(loader, config_name, overrides)
+    except ConfigError:  # perhaps at what only a sweep may have, such as mode=none,full
+        tree = load_tree(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
+        if tree.hydra.mode is not RunMode.MULTIRUN:
+            raise
+    return None if tree.hydra.mode is RunMode.MULTIRUN else tree
+
+
 def _refuse_removals(overrides: Sequence[str]) -> None:
     """Refuse `~name` of a setting or a group of ours: a config has all of them."""
     for override in overrides:
@@ -206,7 +218,7 @@ def _plus_shown(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> Iterator[
     except Exception as error:
         for override in overrides:
             group, _, option = override.partition("=")
-            options = loader.get_group_options(group) if group.isidentifier() else []
+            options = loader.get_group_options(group) if _is_group(group) else []
             if options and str(error).startswith(f"Could not override '{group}'"):
                 raise ConfigError(
                     f"{group}: no defaults list names this group, so its option is added with a "
@@ -230,6 +242,10 @@ def _sweep(
             return [own + [line for line in fixed if line is not None]], False
         (batch,) = BasicSweeper.split_arguments(swept, max_batch_size=None)
         return [own + job for job in batch], True
+
+
+def _is_group(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("/"))
 
 
 def _is_hydra(override: str) -> bool:

@@ -118,8 +118,9 @@ class ModelConfig:
     """With `model=module`: the arguments that `target` is called with, by name."""
     inputs: dict[str, Any] = field(default_factory=dict)
     """With `model=module`: the forward's arguments by name. A tensor is its shape with a word for
-    the rows, `{x: [tokens, 32]}`, or `{shape: …, dtype: …, fill: …, low: …, high: …}`; anything
-    else, or `{value: …}`, is fixed. Empty: the module's `example_inputs(rows, generator)`."""
+    the rows, `{x: [tokens, 32]}`, or `{shape: …, dtype: …, fill: …, low: …, high: …}`, in place of
+    `fill` also `kind: offsets`, `mask` or `sorted` (whole numbers that ascend); anything else, or
+    `{value: …}`, is fixed. Empty: the module's `example_inputs(rows, generator)`."""
 
 
 @dataclass(kw_only=True, slots=True)

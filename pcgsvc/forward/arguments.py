@@ -140,7 +140,8 @@ def read_arguments(
             many = isinstance(example_inputs, (tuple, list))
             given = signature.bind(*(example_inputs if many else (example_inputs,))).arguments
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"example_inputs: do not fit the forward: {error}") from None
+        hint = "" if isinstance(error, TypeError) else "; wrap it: lambda x: function(x)"
+        raise ConfigError(f"example_inputs: do not fit the forward: {error}{hint}.") from None
     parameters = signature.parameters.values()
     for name in (p.name for p in parameters if p.kind not in _NAMED and p.name in given):
         raise ConfigError(
@@ -260,6 +261,12 @@ def check_module(module: Callable[..., Any], device: torch.device) -> None:
     """
     if not isinstance(module, torch.nn.Module):
         return
+    for name, sub in module.named_modules():
+        if isinstance(sub, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module: {name or 'it'} is TorchScript, which has no Python that could be traced; "
+                "pass the module that it was made of."
+            )
     if module.training:
         raise ConfigError("module: it is in training mode; call module.eval() first.")
     training = [name for name, sub in module.named_modules() if sub.training]

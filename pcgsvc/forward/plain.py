@@ -115,8 +115,8 @@ def no_rows(reason: str, tensors: Mapping[str, torch.Tensor]) -> ConfigError:
         for dim, size in enumerate(t.shape)
     ]
     return ConfigError(
-        f"dynamic_dims: {reason}. Candidates: {', '.join(candidates) or 'none'}. Name the "
-        f"dimensions that carry the rows, such as dynamic_dims={{{next(iter(tensors))!r}: 0}}."
+        f"dynamic_dims: {reason.rstrip('.')}. Candidates: {', '.join(candidates) or 'none'}. Name "
+        f"the dimensions that carry the rows, such as dynamic_dims={{{next(iter(tensors))!r}: 0}}."
     )
 
 
