@@ -13,14 +13,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pcgsvc.report import words
 from pcgsvc.report.columns import Column, Figures, mib, shown, table_of, written
 
 _LABEL = 9
 """Columns of the label before each fact."""
-_ENTRY_WIDTH = 78
-"""Columns of the entry table with all its timings; a narrower terminal gets the first ones."""
 _NO_CACHE = ("encoder", "minilm", "two_regions")
 """Families that use no attention backend."""
 _MANY = 1000
@@ -47,7 +46,7 @@ def show_report(out: Console, report: dict[str, Any]) -> None:
     _seconds(out, report)
     if report.get("verify"):
         out.print()
-        out.print(_entries(report, out.width))
+        _show_entries(out, report)
     if report.get("warnings"):
         out.print()
     for warning in report.get("warnings", []):
@@ -305,14 +304,20 @@ def _spread(row: Figures) -> float | None:
     return float((row["step_high_us"] - row["step_low_us"]) / 2 / row["step_us"])
 
 
+def _with_spread(step_us: float | None, spread: float | None) -> str:
+    if step_us is None:
+        return ""
+    return f"{step_us:.0f}" if spread is None else f"{step_us:.0f} ±{spread:.0%}"
+
+
 _US = written("{:.0f}")
 _ENTRY = (
     Column("entry", ("mode",), str, left=True),
     Column("size", ("size",), str),
     Column("rows", ("num_tokens",), str),
     Column("", ("ok",), _verdict_mark, left=True),
-    Column("padded\nerror", ("max_rel_err",), _error),
-    Column("unpadded\nerror", ("max_rel_err_true",), _error),
+    Column("error,\npadded", ("max_rel_err",), _error),
+    Column("true\nrows", ("max_rel_err_true",), _error),
     Column("plain", ("plain_us",), _US, when=_timed),
     Column(
         "reduce-\noverhead",
@@ -320,8 +325,7 @@ _ENTRY = (
         _US,
         when=lambda row: "reduce_overhead_us" in row,
     ),
-    Column("replay", ("step_us",), _US, when=_timed),
-    Column("±", ("spread",), written("{:.0%}"), when=lambda row: row["spread"] is not None),
+    Column("replay", ("step_us", "spread"), _with_spread, when=_timed),
 )
 _WIDE = (
     Column("host", ("host_us",), _US, when=_on_device),
@@ -332,24 +336,30 @@ _WIDE = (
 """Further columns where the terminal is wide enough."""
 
 
-def _entries(report: dict[str, Any], width: int) -> Table:
-    """Return one row per captured entry: errors, and times where they were taken."""
+def _show_entries(out: Console, report: dict[str, Any]) -> None:
+    """Print one row per captured entry: errors, and times where they were taken."""
     bench = {(row["mode"], row["size"]): row for row in report.get("bench", [])}
     recorded = {"recorded": report["graphs"]["backend"] == "recorded"}
     rows = []
-    for checked in report["verify"]:
+    for checked in sorted(report["verify"], key=lambda row: (row["mode"], row["size"])):
         row = {**checked, **bench.get((checked["mode"], checked["size"]), {}), **recorded}
         rows.append({**row, "spread": _spread(row)})
-    columns = shown((*_ENTRY, *(_WIDE if width >= _ENTRY_WIDTH else ())), rows)
-    table = table_of(
-        columns,
-        padding=(0, 2 if width > _ENTRY_WIDTH + 22 else 1, 0, 0),
-        caption="\n".join(_notes(rows, columns)) if bench else None,
-        caption_justify="left",
-    )
-    for row in sorted(rows, key=lambda row: (row["mode"], row["size"])):
+    columns = shown((*_ENTRY, *_WIDE), rows)
+    if _width(columns, rows, gap=1) > out.width:
+        columns = shown(_ENTRY, rows)
+    gap = 2 if _width(columns, rows, gap=2) <= out.width else 1
+    table = table_of(columns, padding=(0, gap, 0, 0))
+    for row in rows:
         table.add_row(*(column.cell(row) for column in columns))
-    return table
+    out.print(table)
+    for note in _notes(rows, columns) if bench else ():
+        out.print(note, style="italic dim")
+
+
+def _width(columns: Sequence[Column], rows: list[dict[str, Any]], gap: int) -> int:
+    """Return how many characters a table needs; rich's own measure ends at the console's width."""
+    cells = [[*c.header.split("\n"), *(c.cell(row) for row in rows)] for c in columns]
+    return sum(gap + max(Text.from_markup(cell).cell_len for cell in found) for found in cells)
 
 
 def _notes(rows: list[dict[str, Any]], columns: Sequence[Column]) -> list[str]:
