@@ -223,7 +223,7 @@ def test_a_drawn_sample_that_is_refused_is_told_with_make_inputs_which_works() -
     with pytest.raises(pcgsvc.ForwardError, match="AssertionError: not a probability") as caught:
         compiled(of_probabilities, example, mode="none")
     assert "drawn like the examples, with which it works" in str(caught.value)
-    assert "make_inputs(rows, generator)" in str(caught.value)
+    assert "make_inputs=f), where f(rows, generator)" in str(caught.value)
 
     def make_inputs(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         return {"p": torch.rand(rows, 2, generator=generator)}

@@ -43,9 +43,10 @@ from pcgsvc.sizing.resolve import resolve_config
 logger = logging.getLogger(__name__)
 
 _RESAMPLED = (
-    "The inputs were drawn like the examples, with which it works: give valid ones by "
-    "make_inputs=, a function make_inputs(rows, generator) that returns tensors by name."
+    "The inputs were drawn like the examples, with which it works. Give valid ones: "
+    "pcgsvc.compile(model, (x,), make_inputs=f), where f(rows, generator) returns tensors by name."
 )
+_EMPTY = "The examples are empty: pass some with rows, as in pcgsvc.compile(model, (x,))."
 
 
 @dataclass(kw_only=True)
@@ -162,7 +163,9 @@ def check_forward(request: Request) -> None:
             if not has_memory and torch_private.is_fake_limit(error.__cause__):
                 return  # it needs values, which only a run has
             refusals.append(error)
-    if bundle.samples_from == _RESAMPLED and has_memory and first.example.numel():
+    if bundle.samples_from == _RESAMPLED and not first.example.numel():
+        raise ForwardError(f"{refusals[0]} {_EMPTY}") from refusals[0].__cause__
+    if bundle.samples_from == _RESAMPLED and has_memory:
         run_plainly(module, {s.name: s.example for s in request.inputs}, constants, sizes[0])
     raise ForwardError(f"{refusals[0]} {bundle.samples_from}") from refusals[0].__cause__
 

@@ -28,6 +28,7 @@ from pcgsvc.config import CacheMode, Config, Graphs, Mode, Strategy, copy, valid
 from pcgsvc.errors import (
     CompileError,
     ConfigError,
+    ForwardError,
     PcgError,
     SplitError,
     StateError,
@@ -172,6 +173,8 @@ def _of_error(error: Exception) -> Result:
     """Say whether an exception is a difference, a refusal, or the forward's own."""
     if isinstance(error, VerifyError):
         return WRONG, _worst((error.report or {}).get("verify") or []), str(error)
+    if isinstance(error, ForwardError):
+        return FAILED, None, str(error)
     if isinstance(error, PcgError):
         return NOT_TRIED if isinstance(error, StateError) else REFUSED, None, str(error)
     return FAILED, None, f"{words_of(error)}{place_of(error)}"
