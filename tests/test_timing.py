@@ -91,11 +91,11 @@ def test_reduce_overhead_is_not_timed_where_an_op_may_not_be_captured(
 @pytest.mark.parametrize(
     ("tree", "device", "sizes", "timed", "rival"),
     [
-        ({"prompt": "x"}, "cpu", [1, 64], False, False),
-        ({"prompt": "x"}, "cuda", [1, 64], False, True),
+        ({"prompt": "x"}, "cpu", [1, 16], False, False),
+        ({"prompt": "x"}, "cuda", [1, 16], False, True),
         ({"prompt": "x", "capture": {"max_size": 8}}, "cpu", [1, 8], False, False),
         ({"prompt": "x", "capture": {"sizes": [3]}}, "cpu", [3], False, False),
-        ({"prompt": "x", "bench": {"enabled": True}}, "cpu", [1, 64], True, False),
+        ({"prompt": "x", "bench": {"enabled": True}}, "cpu", [1, 16], True, False),
         ({"capture": {"max_size": 4}}, "cuda", [1, 2, 4], True, True),
         ({"capture": {"max_size": 1}}, "cpu", [1], True, False),
     ],

@@ -11,7 +11,7 @@ from pcgsvc.config.limits import validate_sizes
 from pcgsvc.config.parse import copy
 from pcgsvc.config.schema import CaptureConfig, Config
 
-_PROMPT_SIZE = 64
+_PROMPT_SIZE = 16
 """Largest capture size, in tokens, where a job only continues a prompt."""
 
 

@@ -195,7 +195,7 @@ class CaptureConfig:
     sizes: SizesOrFile | None = None
     """Capture sizes in tokens: a list, `"1,2,4"`, `"1:64:8"` (1, then every multiple of 8 up to
     64), or `auto:FILE`: the best for a traffic file (see `traffic` and `sizing.*`); None: a
-    schedule that ends in `max_size`, with a `prompt` 1 and 64. Positive, without repetition."""
+    schedule that ends in `max_size`, with a `prompt` 1 and 16. Positive, without repetition."""
     max_size: int | None = None
     """Largest capture size in tokens; None: 64 on the CPU, 512 on CUDA, and no limit for sizes that
     were named or chosen. Larger sizes are dropped with a warning."""
