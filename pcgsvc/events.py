@@ -52,6 +52,11 @@ def log_event(
         logger.log(level, message, *args, extra={"event": event, **fields}, stacklevel=2)
 
 
+def count(number: int, one: str, many: str | None = None) -> str:
+    """Return a number and its noun."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 PHASES = ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total")
 """What `Phases.seconds` always has, in the order of the report."""
 
