@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pcgsvc.config import Config
     from pcgsvc.errors import PcgError
     from pcgsvc.forward.batch import Batch
+    from pcgsvc.forward.sampling import Sampling
     from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
     from pcgsvc.ops.backends import register_attention_backend
     from pcgsvc.ops.breaks import eager_break
@@ -24,19 +25,26 @@ if TYPE_CHECKING:
     from pcgsvc.ops.registry import register_splitting_op, splitting_op
     from pcgsvc.ops.support import Support
     from pcgsvc.ops.true_rows import true_rows
+    from pcgsvc.serve.blocks import BlockAllocator
     from pcgsvc.serve.dispatch import Dispatch
     from pcgsvc.serve.runner import Runner
+    from pcgsvc.serve.slots import Continuation, NewToken, Slots
 
 _HOMES = {
     "AttentionBackend": "pcgsvc.ops.attention",
     "AttentionSpec": "pcgsvc.ops.attention",
     "Batch": "pcgsvc.forward.batch",
     "BatchDescriptor": "pcgsvc.serve.dispatch",
+    "BlockAllocator": "pcgsvc.serve.blocks",
     "Config": "pcgsvc.config",
+    "Continuation": "pcgsvc.serve.slots",
     "Dispatch": "pcgsvc.serve.dispatch",
     "ForwardContext": "pcgsvc.ops.context",
+    "NewToken": "pcgsvc.serve.slots",
     "PcgError": "pcgsvc.errors",
     "Runner": "pcgsvc.serve.runner",
+    "Sampling": "pcgsvc.forward.sampling",
+    "Slots": "pcgsvc.serve.slots",
     "Support": "pcgsvc.ops.support",
     "build_runner": "pcgsvc.api",
     "current_context": "pcgsvc.ops.context",
@@ -54,11 +62,16 @@ __all__ = [
     "AttentionSpec",
     "Batch",
     "BatchDescriptor",
+    "BlockAllocator",
     "Config",
+    "Continuation",
     "Dispatch",
     "ForwardContext",
+    "NewToken",
     "PcgError",
     "Runner",
+    "Sampling",
+    "Slots",
     "Support",
     "__version__",
     "build_runner",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pcgsvc.config import Config, Job
 from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
 from pcgsvc.events import Phases, Progress, phase_events
 from pcgsvc.forward.request import make_samples
+from pcgsvc.forward.sampling import Sampling
 from pcgsvc.jobs.cache import cache_job
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.plan.section import plan_report
@@ -33,7 +35,6 @@ from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import write_report
 from pcgsvc.report.sizes_table import show_traffic
 from pcgsvc.report.tables import console, show_place, show_report, show_text
-from pcgsvc.serve.generate import generate_ids
 from pcgsvc.serve.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -165,8 +166,10 @@ def _continue_prompt(runner: Runner, config: Config) -> str:
             "prompt out."
         )
     ids = tokenizer.encode_chat(str(config.prompt))
-    (out,) = generate_ids(runner, [ids], config.max_new_tokens, end_ids=tokenizer.eos_token_ids)
-    return str(tokenizer.decode(out))
+    own = runner.request.bundle.sampling or Sampling()
+    sampling = replace(own, seed=config.seed)
+    (text,) = runner.generate([ids], config.max_new_tokens, sampling=sampling)
+    return str(text)
 
 
 def _finish(report: dict[str, Any], path: Path, out: Console) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +24,18 @@ from pcgsvc.errors import BatchError, PcgError, UncoveredError
 from pcgsvc.events import log_event
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch, refuse_lost_context
 from pcgsvc.forward.request import Request
+from pcgsvc.forward.sampling import Sampling
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import reset_context, set_context, use_context
 from pcgsvc.ops.modes import Resolution
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Direct
+from pcgsvc.serve.blocks import BlockAllocator
 from pcgsvc.serve.dispatch import Dispatch, DispatchTable, unlike_traced
 from pcgsvc.serve.embed import embed
-from pcgsvc.serve.generate import generate
+from pcgsvc.serve.generate import generate, stream
+from pcgsvc.serve.slots import NewToken
 from pcgsvc.serve.streams import CallOrder
 from pcgsvc.serve.weights import LoadedState, Weights
 
@@ -75,6 +78,9 @@ class Runner:
             skipped=table.skipped,
             predicate=model.predicate,
         )
+        geometry = memory.geometry
+        self.blocks = None if geometry is None else BlockAllocator(geometry)
+        """Gives out the KV blocks that callers may use; None for models without attention."""
         self.report = report
         """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
         self._closed, self._at_close = False, at_close
@@ -177,10 +183,28 @@ class Runner:
         return self.dispatch.plan(num_tokens, len(batch.query_lens), uniform)
 
     def generate(
-        self, prompts: Sequence[str], max_new_tokens: int = 16, *, return_ids: bool = False
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int = 16,
+        *,
+        sampling: Sampling | None = None,
+        slots: int | None = None,
+        return_ids: bool = False,
     ) -> Any:
-        """Continue prompts greedily, in one batch; see `pcgsvc.serve.generate.generate`."""
-        return generate(self, prompts, max_new_tokens, return_ids=return_ids)
+        """Continue prompts of any number; see `pcgsvc.serve.generate.generate`."""
+        return generate(
+            self, prompts, max_new_tokens, sampling=sampling, slots=slots, return_ids=return_ids
+        )
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        sampling: Sampling | None = None,
+    ) -> Iterator[NewToken]:
+        """Continue one prompt, token by token; see `pcgsvc.serve.generate.stream`."""
+        return stream(self, prompt, max_new_tokens, sampling=sampling)
 
     def embed(self, texts: Sequence[str], *, truncate: bool = False) -> torch.Tensor:
         """Return one sentence vector per text; see `pcgsvc.serve.embed.embed`."""
