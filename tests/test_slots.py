@@ -141,14 +141,16 @@ def test_a_cancelled_one_frees_its_slot_and_blocks_and_changes_no_other(
 def test_a_step_that_raises_can_be_tried_again(
     runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("lost")
+
     with Slots(runner) as slots:
         one = slots.prepare([5, 6, 7], 3)
         slots.start(one)
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
-            patch.setattr(
-                pcgsvc.Runner, "_execute", lambda *a: (_ for _ in ()).throw(RuntimeError("lost"))
-            )
-            slots.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(pcgsvc.Runner, "_execute", fail)
+            with pytest.raises(RuntimeError, match="lost"):
+                slots.step()
         while slots.running:
             slots.step()
     assert one.new == wanted([[5, 6, 7]], 3)[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -91,6 +92,7 @@ class Runner:
         self._entries = [f"{m.value}:{d.num_tokens}" for m, d in table.entries]
         self._fallbacks: Counter[tuple[int, str]] = Counter()
         self._told: Counter[str] = Counter()
+        self._listeners: list[Callable[[float], None]] = []
         self._rows, self._padded, self._autocast_met = 0, 0, False
         static = memory.static_tensors if config.debug.check_addresses else None
         self._weights = Weights(model.module, memory.tensors, static)
@@ -141,7 +143,14 @@ class Runner:
             if grad:
                 torch_private.set_grad(False)
             try:
-                return self._call(args, kwargs, batch)
+                if not self._listeners:
+                    return self._call(args, kwargs, batch)
+                started = time.perf_counter()
+                result = self._call(args, kwargs, batch)
+                seconds = time.perf_counter() - started
+                for listen in self._listeners:
+                    listen(seconds)
+                return result
             finally:
                 self._running = False
                 if grad:
@@ -268,7 +277,7 @@ class Runner:
         Returns:
             hits: replays by `mode:size`. never_used: captured entries without any, in this form.
             fallbacks: calls without a graph, with reasons. calls: counts by true row count and
-            kind of batch. padding_share: padding rows by all rows that ran.
+            kind of batch. rows, padding_rows: what ran. padding_share: padding rows by all rows.
         """
         with self.lock:
             fallbacks = [
@@ -283,10 +292,20 @@ class Runner:
             return {
                 "hits": dict(self._hits),
                 "fallbacks": fallbacks,
+                "rows": self._rows,
+                "padding_rows": self._padded,
                 "padding_share": share,
                 "calls": calls,
                 "never_used": [name for name in self._entries if name not in self._hits],
             }
+
+    def time_calls(self, listener: Callable[[float], None]) -> None:
+        """Have a function told each call's seconds, under the runner's lock, until it is closed.
+
+        On CUDA a call is over when its work is launched. Without listeners no time is taken.
+        """
+        with self.lock:
+            self._listeners.append(listener)
 
     def reset_stats(self) -> None:
         """Forget all counts, so that `stats()` speaks of what follows."""
@@ -332,6 +351,11 @@ class Runner:
             "a Runner cannot be copied or pickled: graphs belong to the process that made them. "
             "Call pcgsvc.load_runner(...) where it is needed; it starts warm from the disk cache."
         )
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def ensure_open(self) -> None:
         """Raise PcgError if the runner is closed."""
