@@ -121,7 +121,8 @@ class Slots:
         self._runner, self._geometry, self._blocks = runner, geometry, runner.blocks
         self._tokenizer = bundle.tokenizer
         self._vocab_size = math.inf if bundle.vocab_size is None else bundle.vocab_size
-        self._sampling = bundle.sampling or Sampling()
+        self.sampling = bundle.sampling or Sampling()
+        """What continuations without a sampling of their own have: the checkpoint's, or greedy."""
         largest = largest_step(runner)
         most = min(runner.memory.max_reqs, largest)
         self.max_requests = _between("slots", max_requests, 1, most, most)
@@ -158,7 +159,7 @@ class Slots:
                 `max_new_tokens` is no whole number of at least 1.
             ConfigError: text was given or is asked for (`stop`), and there is no tokenizer.
         """
-        sampling = self._sampling if sampling is None else sampling
+        sampling = self.sampling if sampling is None else sampling
         tokenizer = self._tokenizer
         if tokenizer is None and (isinstance(prompt, str) or sampling.stop):
             raise ConfigError(
@@ -183,6 +184,13 @@ class Slots:
             raise BatchError(f"prompts: got {prompt!r}, texts are needed, or lists of token ids.")
         if not prompt:
             raise BatchError("prompts: at least one is needed, and none may be empty.")
+        most = self._vocab_size
+        for token in prompt:
+            if type(token) is not int or not 0 <= token < most:
+                raise BatchError(
+                    f"prompts: got token {token!r}; the model's tokens are the whole numbers from "
+                    f"0 to {most - 1:.0f}."
+                )
         length = len(prompt) + max_new_tokens
         if length > self._geometry.max_model_len:
             raise BatchError(
@@ -195,13 +203,6 @@ class Slots:
                 f"prompts: {length} tokens need {needed} KV blocks, and there are {there}; raise "
                 "attention.num_blocks or attention.max_cache_bytes."
             )
-        most = self._vocab_size
-        for token in prompt:
-            if type(token) is not int or not 0 <= token < most:
-                raise BatchError(
-                    f"prompts: got token {token!r}; the model's tokens are the whole numbers from "
-                    f"0 to {most - 1:.0f}."
-                )
         return list(prompt)
 
     def start(self, continuation: Continuation) -> bool:
