@@ -1,89 +1,60 @@
-"""pcgsvc: piecewise CUDA graphs for PyTorch, as a library and as a command.
+"""Piecewise CUDA graphs for PyTorch: a model in, a callable that replays captured graphs out.
 
-Importing the package is cheap: no compiler is imported, no global state touched, no thread started,
-no logging configured. Public names are found when they are first used.
+A model of your own, in eval mode, where its inputs are:
+
+    import pcgsvc
+
+    runner = pcgsvc.compile(model, (x,))      # traces, splits, compiles, captures, verifies
+    y = runner(x)                             # any number of rows; padded to a captured size
+    print(runner)                             # model, modes, sizes, graphs, warm or cold
+    runner.close()                            # frees graphs and buffers; `with` does it as well
+
+A model that pcgsvc brings or reads, by name or by overrides as on the command line:
+
+    runner = pcgsvc.load("llama", mode="piecewise", capture={"max_size": 32})
+    runner = pcgsvc.load(["model=hf", "model.path=models/mine"])
+
+Settings go by name; a group is a dict: `capture={"max_size": 32}`, `cache={"dir": "/tmp/graphs"}`.
+`python -m pcgsvc --help` lists them all. A setting or an argument that is wrong is a `ConfigError`.
+
+Code that cannot be in a graph (it waits for the device, prints, depends on data) goes into an op of
+its own, at which the graph is split:
+
+    @pcgsvc.splitting_op("mine::route", mutates_args=("out",))
+    def route(x: torch.Tensor, out: torch.Tensor) -> None: ...
+
+or, in a model that is not traced (`partition={"strategy": "breakable"}`), into a function marked
+with `@pcgsvc.eager_break`. What runs there may ask `pcgsvc.current_context()` about the step.
+
+All errors are `PcgError`s: ConfigError, TraceError (ForwardError: the model itself fails),
+SplitError, CompileError, CaptureError, BatchError, UncoveredError, StaleAddressError, StateError,
+CacheError, VerifyError.
+
+Importing the package is cheap: no torch or compiler is imported, no global state touched, no thread
+started, no logging configured. Public names are imported when they are first used.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
-from typing import TYPE_CHECKING, Any
+import pkgutil
+from typing import Any
 
-from pcgsvc.version import __version__
 
-if TYPE_CHECKING:
-    from pcgsvc.api import build_runner, load_config, load_runner
-    from pcgsvc.capture.plan import BatchDescriptor
-    from pcgsvc.config import Config
-    from pcgsvc.errors import PcgError
-    from pcgsvc.forward.batch import Batch
-    from pcgsvc.forward.sampling import Sampling
-    from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
-    from pcgsvc.ops.backends import register_attention_backend
-    from pcgsvc.ops.breaks import eager_break
-    from pcgsvc.ops.context import ForwardContext, current_context
-    from pcgsvc.ops.registry import register_splitting_op, splitting_op
-    from pcgsvc.ops.support import Support
-    from pcgsvc.ops.true_rows import true_rows
-    from pcgsvc.serve.blocks import BlockAllocator
-    from pcgsvc.serve.dispatch import Dispatch
-    from pcgsvc.serve.runner import Runner
-    from pcgsvc.serve.slots import Continuation, NewToken, Slots
+def _public_names() -> dict[str, str]:
+    """Return the public names with their modules, as `__init__.pyi` says to type checkers."""
+    stub = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"")
+    return {
+        alias.name: str(node.module)
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
-_HOMES = {
-    "AttentionBackend": "pcgsvc.ops.attention",
-    "AttentionSpec": "pcgsvc.ops.attention",
-    "Batch": "pcgsvc.forward.batch",
-    "BatchDescriptor": "pcgsvc.serve.dispatch",
-    "BlockAllocator": "pcgsvc.serve.blocks",
-    "Config": "pcgsvc.config",
-    "Continuation": "pcgsvc.serve.slots",
-    "Dispatch": "pcgsvc.serve.dispatch",
-    "ForwardContext": "pcgsvc.ops.context",
-    "NewToken": "pcgsvc.serve.slots",
-    "PcgError": "pcgsvc.errors",
-    "Runner": "pcgsvc.serve.runner",
-    "Sampling": "pcgsvc.forward.sampling",
-    "Slots": "pcgsvc.serve.slots",
-    "Support": "pcgsvc.ops.support",
-    "build_runner": "pcgsvc.api",
-    "current_context": "pcgsvc.ops.context",
-    "eager_break": "pcgsvc.ops.breaks",
-    "load_config": "pcgsvc.api",
-    "load_runner": "pcgsvc.api",
-    "register_attention_backend": "pcgsvc.ops.backends",
-    "register_splitting_op": "pcgsvc.ops.registry",
-    "splitting_op": "pcgsvc.ops.registry",
-    "true_rows": "pcgsvc.ops.true_rows",
-}
 
-__all__ = [
-    "AttentionBackend",
-    "AttentionSpec",
-    "Batch",
-    "BatchDescriptor",
-    "BlockAllocator",
-    "Config",
-    "Continuation",
-    "Dispatch",
-    "ForwardContext",
-    "NewToken",
-    "PcgError",
-    "Runner",
-    "Sampling",
-    "Slots",
-    "Support",
-    "__version__",
-    "build_runner",
-    "current_context",
-    "eager_break",
-    "load_config",
-    "load_runner",
-    "register_attention_backend",
-    "register_splitting_op",
-    "splitting_op",
-    "true_rows",
-]
+_HOMES = _public_names()
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
     PcgError
     ├── ConfigError        a setting is wrong; nothing was built           (exit code 2)
     ├── TraceError         the model cannot be traced whole
+    │   └── ForwardError   the model's own forward failed; its exception is the `__cause__`
     ├── SplitError         the traced graph cannot be cut as asked
     ├── CompileError       a piece cannot be compiled or written down
     ├── CaptureError       a capture failed, or something forbidden happened inside one
@@ -35,6 +36,13 @@ class ConfigError(PcgError):
 
 class TraceError(PcgError):
     """The model cannot be traced into one graph."""
+
+
+class ForwardError(TraceError):
+    """The forward failed when it was run plainly, before anything was traced or compiled.
+
+    `__cause__`: the exception that it raised.
+    """
 
 
 class SplitError(PcgError):

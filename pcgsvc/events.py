@@ -11,6 +11,7 @@ the reader's. Long phases are timed, logged and reported to a progress listener 
 | `capture` | DEBUG | mode, size, uniform, graphs |
 | `capture_skipped` | WARNING | mode, size, reason |
 | `cache_miss` | INFO for a program, DEBUG for its pieces | reason |
+| `healed` | WARNING | reason (a stored program was wrong, and is built cold) |
 | `fallback` | INFO, or WARNING where graphs were meant to serve | reason, num_tokens, uniform |
 | `fallbacks` | INFO | reason, calls (in all; one event per reason when the runner is closed) |
 
@@ -39,6 +40,7 @@ EVENTS = (
     "capture",
     "capture_skipped",
     "cache_miss",
+    "healed",
     "fallback",
     "fallbacks",
 )

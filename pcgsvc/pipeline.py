@@ -7,33 +7,26 @@ results are handed from one to the next.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pcgsvc.build.environment import BuildEnvironment, build_environment, log_start
+from pcgsvc.build.environment import BuildEnvironment, build_environment, log_start, working_memory
+from pcgsvc.build.heal import healed, wrong_program_dropped
 from pcgsvc.build.load import ProgramLookup, load_program
-from pcgsvc.build.probe import probe_program
-from pcgsvc.build.stages import (
-    assemble,
-    compile_pieces,
-    split,
-    store_program,
-    trace_forward,
-    write_down,
-)
+from pcgsvc.build.make import make_program
+from pcgsvc.build.stages import MadeProgram, store_program
 from pcgsvc.capture.capture import GraphTable, capture
 from pcgsvc.capture.plan import plan_capture
 from pcgsvc.check.program import check_program
 from pcgsvc.check.verify import Verified, verify
-from pcgsvc.config import Compiler, Config, Strategy
+from pcgsvc.config import Config
 from pcgsvc.errors import ConfigError, VerifyError
-from pcgsvc.events import Progress
+from pcgsvc.events import Phases, Progress
 from pcgsvc.forward.request import Request, make_samples
-from pcgsvc.forward.workspace import preserved
+from pcgsvc.forward.workspace import Workspace
 from pcgsvc.models.request import request_of
-from pcgsvc.program.model import CompiledModel, allocate
-from pcgsvc.program.writes import undeclared_writes_refused
-from pcgsvc.report.report import captured_sections, compile_section, program_report
+from pcgsvc.report.report import captured_sections, compile_report, compile_section
 from pcgsvc.serve.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -49,7 +42,7 @@ def build_from_config(
 def build(
     request: Request, progress: Progress | None = None, *, check: bool | None = None
 ) -> Runner:
-    """Load or make the program, capture, verify; report and runner are made of what is left.
+    """Build a runner; cold, if a stored program turns out wrong.
 
     Args:
         request: what to build.
@@ -57,31 +50,36 @@ def build(
         check: whether program and entries are compared with the module; None: as
             `capture.self_check` says.
     """
-    with build_environment(request, progress) as env:
+    check = request.config.capture.self_check if check is None else check
+    return healed(partial(_build, request, Phases(progress, request.weights_s), check))
+
+
+def _build(request: Request, phases: Phases, check: bool, wrong: str | None) -> Runner:
+    """Load or make the program, capture, verify; report and runner are made of what is left."""
+    with build_environment(request, phases, wrong) as env:
         found = load_program(request, env)
-        checked = request.config.capture.self_check if check is None else check
-        model = found.model or make_program(request, found, env, check=checked)
-        log_start(model)
-        plan = plan_capture(request, model.image)
-        warnings = warn_or_raise(request.config, [*plan.warnings, *model.warnings])
-        memory = model.memory or allocate(request, model)
+        made = make_program(request, found, env)
         with (
-            memory.closed_on_error(),
-            undeclared_writes_refused(model, memory.tensors),
-            preserved(memory.bound(model.mutated)),
+            wrong_program_dropped(made.model, request, env),
+            working_memory(request, made.model) as memory,
         ):
-            table = capture(model, memory, plan, make_samples(request, memory), env.phases)
+            if check:
+                made = checked(made, memory, request, found, env)
+            model = store_program(made, found, env)
+            log_start(model)
+            plan = plan_capture(request, model.image)
+            warn_or_raise(request.config, [*plan.warnings, *model.warnings])
+            table = capture(model, memory, plan, make_samples(request, memory), phases)
             env.store_tuned_kernels(model)
-            seconds = env.phases.since_start()
-            if checked:
-                verified = verify(model, memory, table, request, plan, env.phases)
+            seconds = phases.since_start()
+            if check:
+                verified = verify(model, memory, table, request, plan, phases)
             else:
                 verified = Verified(model, table)
             model, table = verified.model, verified.table
             report = {
-                **program_report(request, model.image, plan, warnings),
+                **compile_report(request, model, found, env),
                 "compile": compile_section(request, model, table, seconds),
-                "cache": env.cache_section(model, found.key),
                 **captured_sections(plan, table, memory),
                 **verified.section(),
             }
@@ -89,42 +87,44 @@ def build(
     return Runner(request, model, memory, table, plan.resolution, report, env.folder.close)
 
 
-def make_program(
-    request: Request, found: ProgramLookup, env: BuildEnvironment, *, check: bool
-) -> CompiledModel:
-    """Trace, split, compile, check and store the program; or run a forward that is not traced."""
-    config, phases = request.config, env.phases
-    if config.partition.strategy is Strategy.BREAKABLE:
-        return probe_program(request, found, env)
-    with phases.phase("import"):
-        env.ready_compilers(inductor=config.compiler.name is Compiler.INDUCTOR)
-    traced = trace_forward(request, phases)
-    parts = split(traced, config, phases)
-    written = write_down(request, traced, parts)
-    pieces = compile_pieces(parts.compiled, written.image, config, env)
-    model = assemble(request, traced, written.image, pieces, env)
-    if check:
-        drop = partial(env.artifacts.drop, model.image)
-        model = check_program(model, request, parts.compiled, drop, phases)
-    return store_program(model, written.problems, found, env)
+def checked(
+    made: MadeProgram,
+    memory: Workspace,
+    request: Request,
+    found: ProgramLookup,
+    env: BuildEnvironment,
+) -> MadeProgram:
+    """Compare a program with its module; a VerifyError has the report of what was made."""
+    try:
+        return replace(made, model=check_program(made, memory, request, env))
+    except VerifyError as error:
+        error.report = compile_report(request, made.model, found, env)
+        raise
 
 
 def compile_only(request: Request, progress: Progress | None = None) -> dict[str, Any]:
     """Run the stages before capture, which fill the cache; return the report of `job=compile`."""
-    with build_environment(request, progress) as env:
+    return healed(partial(_compile, request, Phases(progress, request.weights_s)))
+
+
+def _compile(request: Request, phases: Phases, wrong: str | None) -> dict[str, Any]:
+    with build_environment(request, phases, wrong) as env:
         found = load_program(request, env)
-        check = request.config.capture.self_check
-        model = found.model or make_program(request, found, env, check=check)
+        made = make_program(request, found, env)
+        if request.config.capture.self_check:
+            with (
+                wrong_program_dropped(made.model, request, env),
+                working_memory(request, made.model) as memory,
+            ):
+                made = checked(made, memory, request, found, env)
+            memory.close()
+        model = store_program(made, found, env)
         log_start(model)
         plan = plan_capture(request, model.image)
-        warnings = warn_or_raise(request.config, [*plan.warnings, *model.warnings])
+        warn_or_raise(request.config, [*plan.warnings, *model.warnings])
         env.store_tuned_kernels(model)
         env.folder.close()
-        return {
-            **program_report(request, model.image, plan, warnings),
-            "compile": compile_section(request, model, GraphTable(), env.phases.since_start()),
-            "cache": env.cache_section(model, found.key),
-        }
+        return compile_report(request, model, found, env)
 
 
 def warn_or_raise(config: Config, warnings: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from hf_helpers import (
     shipped_config,
     their_logits,
     theirs,
+    toy_config,
     write_config,
 )
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import pcgsvc
+from pcgsvc import Sampling
 from pcgsvc.config import CacheConfig, CacheMode, Config, ModelConfig, resolve
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.arguments import input_specs
@@ -106,6 +109,90 @@ def test_the_tokenizer_is_the_checkpoints(checkpoint: Path) -> None:
     assert tokenizer.decode([7, 8, 2]) == "what is"
     assert tokenizer.encode_chat("what") == [3, 5, 4, 7, 3, 6, 4]  # [user] what [end]
     assert tokenizer.eos_token_ids == {2, 9}
+
+
+EVIL = "import pathlib\npathlib.Path({!r}).touch()\nclass Evil: ...\ndef generate(*a, **k): ...\n"
+
+
+def change(file: Path, **entries: Any) -> None:
+    """Set entries of a JSON object."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
+def test_a_checkpoint_s_code_is_not_run_and_nothing_is_asked(
+    checkpoint: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, mark = shutil.copytree(checkpoint, tmp_path / "m"), tmp_path / "was_run"
+    (folder / "custom_generate").mkdir()
+    for name in ("evil.py", "custom_generate/generate.py"):
+        (folder / name).write_text(EVIL.format(str(mark)))
+    names = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
+    change(folder / "config.json", auto_map=dict.fromkeys(names, "evil.Evil"))
+    tokens = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    change(folder / "tokenizer_config.json", auto_map=tokens, tokenizer_class="Evil")
+    monkeypatch.setattr("sys.stdin", None)
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail(f"asked: {words}"))
+    bundle = load(folder)
+    assert type(bundle.module.model).__module__ == "transformers.models.qwen3.modeling_qwen3"
+    assert bundle.tokenizer is not None
+    assert bundle.tokenizer.encode("what is new") == [7, 8, 9]
+    assert "asks for code of its own (auto_map), which is not run; transformers' own" in caplog.text
+    assert not mark.exists()
+
+
+def test_a_tokenizer_that_needs_code_is_refused_before_weights_are_read(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    toy_config(folder, "none").rename(folder / "config.json")
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    tokens = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    with pytest.raises(ConfigError, match=r"tokenizer of .* code of its own \(auto_map\), which"):
+        load(folder)
+
+
+def test_a_generation_config_is_honoured_and_what_is_not_is_said(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(checkpoint).sampling is None
+    assert "generation_config.json" not in caplog.text  # its own says nothing but ends
+    folder = shutil.copytree(checkpoint, tmp_path / "m")
+    file = folder / "generation_config.json"
+    change(file, temperature=0.6, repetition_penalty=1.0, num_beams=1, max_length=20, min_length=0)
+    assert load(folder).sampling == Sampling()
+    assert "generation_config.json" not in caplog.text  # a temperature of no sampling
+    change(file, repetition_penalty=1.1, forced_bos_token_id=0, suppress_tokens=[3])
+    assert load(folder).sampling == Sampling(repetition_penalty=1.1)
+    assert "asks for forced_bos_token_id=0, suppress_tokens=[3]; generate does" in caplog.text
+    change(file, do_sample=True, top_p=0.9, min_p=0.1)
+    want = Sampling(temperature=0.6, top_k=50, top_p=0.9, repetition_penalty=1.1)
+    assert load(folder).sampling == want
+    assert "asks for forced_bos_token_id=0, suppress_tokens=[3], min_p=0.1; gen" in caplog.text
+    change(file, temperature=0.0)
+    assert load(folder).sampling is None
+    assert "out of range (temperature: got 0" in caplog.text
+
+
+def test_greedy_with_the_checkpoints_repetition_penalty_equals_transformers(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "m")
+    change(folder / "generation_config.json", repetition_penalty=1.5)
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    words = ["model=hf", f"model.path={folder}", "compiler=eager", "capture.sizes=[2,8]"]
+    with pcgsvc.load_runner([*words, "cache.mode=off", "device=cpu"]) as runner:
+        ours = runner.generate(prompts, 12, return_ids=True)
+        plain = runner.generate(prompts, 12, sampling=Sampling(), return_ids=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    for prompt, got in zip(prompts, ours, strict=True):
+        want = model.generate(torch.tensor([prompt]), max_new_tokens=12)[0, len(prompt) :].tolist()
+        assert got == [token for token in want if token not in (2, 9)]
+    assert ours != plain
 
 
 def test_without_a_chat_template_the_text_is_continued_and_said_so(

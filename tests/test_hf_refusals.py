@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"head_dim": 8, "num_local_experts": 2},
         "layers of the kind chunked_attention",
     ),
-    "mamba": ({}, "layers of the kind linear_attention"),
-    "qwen3_next": ({"num_experts": 2}, "layers of the kind linear_attention"),
+    "mamba": ({}, r"recurrent: .* \(layers of the kind linear_attention\)"),
+    "qwen3_next": ({"num_experts": 2}, r"recurrent: .* \(layers of the kind linear_attention\)"),
+    "rwkv": ({"max_position_embeddings": None}, r"recurrent: .* \(all layers\)"),
+    "xlstm": ({"max_position_embeddings": None, "head_dim": 8}, r"recurrent: .* \(all layers\)"),
     "bart": ({}, "encoder with a decoder, and cross attention"),
     "bert": ({"is_decoder": True, "add_cross_attention": True}, "it has cross attention"),
     "falcon": ({"alibi": True}, "ALiBi"),
@@ -60,10 +63,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
         "attention functions of its own",
     ),
-    "bloom": (
-        {"n_layer": 2, "n_head": 2, "max_position_embeddings": None},
-        "states no max_position_embeddings",
-    ),
+    "bloom": ({"n_layer": 2, "n_head": 2, "max_position_embeddings": None}, "ALiBi"),
+    "mpt": ({"n_layers": 2, "n_heads": 2, "max_position_embeddings": None}, "ALiBi"),
+    "cpmant": ({"max_position_embeddings": None}, "attention code of its own"),
+    # Their forwards fail on the meta device, for other reasons than their attention.
+    "megatron-bert": ({"is_decoder": True}, "attention code of its own"),
+    "xlm": ({"n_layers": 2, "n_heads": 2, "emb_dim": 16}, "attention code of its own"),
+    "doge": ({}, "DogeAttention of layer 0 gets a mask that is not"),
     "gemma4_text": ({"head_dim": 8}, "attention layers differ in head_dim"),
     "diffllama": ({}, "layers that attend twice"),
 }
@@ -78,6 +84,40 @@ def test_families_that_need_more_than_we_have_are_refused_by_name(
     with pytest.raises(ConfigError, match=message) as caught:
         validate(config=str(path))
     assert f"({kind}) cannot be run" in str(caught.value)
+
+
+LLAMA4 = {
+    "model_type": "llama4_text",
+    **SMALL,
+    "intermediate_size_mlp": 16,
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "attention_chunk_size": None,
+    "no_rope_layers": [1, 0],
+}
+
+
+def test_llama4_runs_where_no_query_is_scaled_by_its_row(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {**LLAMA4, "floor_scale": 8192})  # no sequence here is as long
+    with pytest.raises(ConfigError, match=r"by the row of a step .*attn_temperature_tuning"):
+        validate(config=str(path))
+    for change in ({"attn_temperature_tuning": False}, {"no_rope_layers": [1, 1]}):
+        bundle_of(write_config(tmp_path, {**LLAMA4, "floor_scale": 4, **change}))
+
+
+def test_queries_scaled_by_positions_are_compared_beyond_the_floor_of_their_scale(
+    tmp_path: Path,
+) -> None:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 16.0,
+        "original_max_position_embeddings": 4,
+        "llama_4_scaling_beta": 0.5,
+    }
+    bundle_of(
+        write_config(tmp_path, {"model_type": "ministral3", **SMALL, "rope_parameters": rope})
+    )
 
 
 TOY: dict[str, str] = {
@@ -191,7 +231,10 @@ def test_wrong_settings_say_what_there_is(model: dict[str, Any], message: str) -
         ("[]", "is no JSON object"),
         ("{}", "states no model_type"),
         ('{"model_type": "qwen33"}', r"'qwen33', which transformers 5.* did you mean 'qwen3"),
-        ('{"model_type": "llama", "auto_map": {}}', "asks for code of its own"),
+        (
+            '{"model_type": "llama33", "auto_map": {}}',
+            r"asks for code of its own \(auto_map\), which is not run, and .* type 'llama33'",
+        ),
         ('{"model_type": "llama", "hidden_size": "wide"}', "is no config of 'llama'"),
         ('{"model_type": "vit"}', "states no max_position|no causal language model"),
         (
@@ -218,9 +261,37 @@ def test_a_directory_without_a_config_or_with_pickles_only_is_refused(tmp_path: 
 
 def test_a_directory_whose_config_asks_for_code_says_so_alone(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "auto_map": {}}')
+    (tmp_path / "config.json").write_text('{"auto_map": {}}')
     with pytest.raises(ConfigError, match=r"^model\.path: '.*json' asks for code of its own"):
         validate(path=str(tmp_path))
+
+
+def test_what_a_model_is_comes_before_how_its_files_are_stored(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match="ALiBi"):
+        validate(path=str(tmp_path))
+
+
+def test_every_loader_of_transformers_is_called_without_trust_in_code() -> None:
+    paths = Path(pcgsvc.__file__).parent.rglob("*.py")
+    texts = {path.name: path.read_text() for path in paths}
+    calls = [
+        (name, node)
+        for name, text in texts.items()
+        if "from_pretrained" in text or "from_config" in text
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("from_pretrained", "from_config")
+        and ast.unparse(node.func) != "nn.Embedding.from_pretrained"
+    ]
+    given = [
+        (name, {k.arg: ast.unparse(k.value) for k in node.keywords}.get("trust_remote_code"))
+        for name, node in calls
+    ]
+    assert len(given) >= 5
+    assert {trust for _, trust in given} == {"False"}, given
 
 
 @pytest.mark.parametrize("content", [b"not a model", b"GGUFxxxx", b"GGUF\3\0\0\0", b""])

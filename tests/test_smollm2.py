@@ -64,7 +64,7 @@ def test_smollm_cuts_digits_one_by_one_and_before_anything_else() -> None:
     gpt2 = small_metadata(**{"tokenizer.ggml.pre": "gpt-2"})
     assert pieces(gpt2, "hel  12") == ["hel", "Ġ", "Ġ", "12"]
     llama3 = small_metadata(**{"tokenizer.ggml.pre": "llama-bpe"})
-    assert pieces(llama3, "hel  12") == ["hel", "Ġ", "Ġ", "12"]
+    assert pieces(llama3, "hel  12") == ["<s>", "hel", "Ġ", "Ġ", "12"]
 
 
 def test_special_tokens_stay_whole_and_only_control_tokens_vanish_in_decoding() -> None:
@@ -89,6 +89,21 @@ def test_bos_comes_first_if_the_checkpoint_says_so_but_not_before_a_chat() -> No
     assert tokenizer.render_chat([{"role": "user", "content": "x"}]) == "<s>x:</s>"
     chat = tokenizer.encode_chat("x")
     assert (chat[0], chat.count(0), chat[-1]) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(("pre", "silent"), [("llama-bpe", True), ("smollm", False)])
+def test_a_file_silent_on_bos_is_read_as_llama_cpp_reads_it(pre: str, silent: bool) -> None:
+    def begins(**entries: Any) -> bool:
+        metadata = small_metadata(**{"tokenizer.ggml.pre": pre}, **entries)
+        return pieces(metadata, "hel")[0] == "<s>"
+
+    assert begins() is silent
+    assert begins(**{"tokenizer.ggml.add_bos_token": True})
+    assert not begins(**{"tokenizer.ggml.add_bos_token": False})
+    lacking = small_metadata(**{"tokenizer.ggml.add_bos_token": True})
+    del lacking["tokenizer.ggml.bos_token_id"]
+    with pytest.raises(ConfigError, match=r"lacks tokenizer\.ggml\.bos_token_id"):
+        GgufTokenizer(lacking)
 
 
 def test_chat_without_a_template_or_refused_by_it_is_an_error() -> None:

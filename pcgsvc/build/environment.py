@@ -15,11 +15,13 @@ from pcgsvc import torch_private
 from pcgsvc.cache.programs import Artifacts
 from pcgsvc.cache.store import Store
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.events import Phases, Progress, log_event
+from pcgsvc.events import Phases, log_event
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Request
-from pcgsvc.program.model import CompiledModel
+from pcgsvc.forward.workspace import Workspace, preserved
+from pcgsvc.program.model import CompiledModel, allocate
 from pcgsvc.program.pieces import Kind
+from pcgsvc.program.writes import undeclared_writes_refused
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class BuildEnvironment:
     """Where the compilers keep their files; the runner keeps it until it is closed."""
     store: Store
     artifacts: Artifacts
+    wrong: str | None
+    """Why the program that was loaded at first is built cold; None: that did not happen."""
     until_stored: ExitStack
     """Held while other processes wait for this build of the program; closed once it is stored."""
 
@@ -62,6 +66,7 @@ class BuildEnvironment:
             "misses": self.store.counts.misses,
             "miss_reasons": list(dict.fromkeys(reasons)),
             "bytes": self.store.num_bytes(),
+            "healed": int(self.wrong is not None),
         }
 
 
@@ -82,11 +87,16 @@ def log_start(model: CompiledModel) -> None:
 
 @contextmanager
 def build_environment(
-    request: Request, progress: Progress | None = None
+    request: Request, phases: Phases, wrong: str | None = None
 ) -> Iterator[BuildEnvironment]:
     """Hold the build lock, fix torch's modes, give the compilers a folder, and open the store.
 
     The folder is removed if the block raises; else the caller closes it.
+
+    Args:
+        request: what is built.
+        phases: times the job.
+        wrong: why nothing is loaded from the store; see `BuildEnvironment.wrong`.
     """
     config, folder = request.config, CompilerFolder()
     try:
@@ -94,17 +104,39 @@ def build_environment(
             build_modes(request.device),
             folder.in_use(config.compiler.threads),
             Store.open(
-                config.cache.dir, mode=config.cache.mode, max_bytes=config.cache.max_bytes
+                config.cache.dir,
+                mode=config.cache.mode,
+                max_bytes=config.cache.max_bytes,
+                refresh=wrong is not None,
             ) as store,
             ExitStack() as until_stored,
         ):
             yield BuildEnvironment(
-                phases=Phases(progress, request.weights_s),
+                phases=phases,
                 folder=folder,
                 store=store,
                 artifacts=Artifacts(config, request.device, store, folder),
+                wrong=wrong,
                 until_stored=until_stored,
             )
     except BaseException:
         folder.close()
         raise
+
+
+@contextmanager
+def working_memory(request: Request, model: CompiledModel) -> Iterator[Workspace]:
+    """Give a block the memory in which a model runs; the module's state is put back afterwards.
+
+    The memory is closed if the block raises; else the caller closes it.
+
+    Raises:
+        CaptureError: an op has written what its schema does not declare.
+    """
+    memory = model.memory or allocate(request, model)
+    with (
+        memory.closed_on_error(),
+        undeclared_writes_refused(model, memory.tensors),
+        preserved(memory.bound(model.mutated)),
+    ):
+        yield memory

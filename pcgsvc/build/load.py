@@ -63,7 +63,7 @@ def load_program(request: Request, env: BuildEnvironment) -> ProgramLookup:
             why = f"cache.require_warm=true, and the program cannot be stored: {problem}"
             raise CacheError(why) from error
         return ProgramLookup(problems=[problem])
-    found = ProgramLookup(facts=facts)
+    found = ProgramLookup(facts=facts, misses=[] if env.wrong is None else [env.wrong])
     _load(request, found, env)
     if found.model is None:
         if config.cache.require_warm:

@@ -19,9 +19,10 @@ from pcgsvc.events import Phases
 from pcgsvc.forward.objects import tensors_held, tensors_of
 from pcgsvc.forward.request import Request, make_samples, make_workspace
 from pcgsvc.forward.specs import Binding
+from pcgsvc.forward.state import can_be_put_back
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.partition.breakable import PIECE, ModulePiece, boundary_names, image_of_forward
-from pcgsvc.partition.probe import Forward, ForwardProbe, can_be_put_back
+from pcgsvc.partition.probe import Forward, ForwardProbe
 from pcgsvc.partition.submodules import chosen, compile_submodules
 from pcgsvc.program.image import ProgramImage
 from pcgsvc.program.model import CompiledModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pcgsvc.build.dump import dump_source
@@ -47,6 +47,17 @@ class ImagedProgram(NamedTuple):
 
     image: ProgramImage
     problems: list[str]
+
+
+@dataclass(frozen=True)
+class MadeProgram:
+    """A program before it is checked and stored."""
+
+    model: CompiledModel
+    regions: Partition | None = None
+    """Its regions as FX graphs; None: it was loaded, or is not traced, and is not stored."""
+    problems: list[str] = field(default_factory=list)
+    """What keeps it from being stored."""
 
 
 def trace_forward(request: Request, phases: Phases) -> TracedGraph:
@@ -141,11 +152,12 @@ def assemble(
     )
 
 
-def store_program(
-    model: CompiledModel, problems: list[str], found: ProgramLookup, env: BuildEnvironment
-) -> CompiledModel:
+def store_program(made: MadeProgram, found: ProgramLookup, env: BuildEnvironment) -> CompiledModel:
     """Store a model, where that is possible, and return it with what came of that."""
-    artifacts, problems = env.artifacts, [*found.problems, *problems]
+    artifacts, model = env.artifacts, made.model
+    if made.regions is None:
+        return model
+    problems = [*found.problems, *made.problems]
     stored = found.facts is not None and not problems and not artifacts.counts.unsaved
     if found.facts is not None and stored:
         artifacts.save(found.facts, model.image)

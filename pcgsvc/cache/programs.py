@@ -27,7 +27,7 @@ from pcgsvc.cache.reports import FactDifference
 from pcgsvc.cache.store import Store
 from pcgsvc.cache.toolchain import BoundaryKernels
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheMode, Config
+from pcgsvc.config import Config
 from pcgsvc.errors import CacheError, CompileError
 from pcgsvc.program.facts import file_digest as digest_of
 from pcgsvc.program.guards import first_broken
@@ -146,7 +146,7 @@ class Artifacts:
 
     def _nearest(self, facts: Mapping[str, Any]) -> str:
         """Return the names of what differs from the nearest stored program, once per build."""
-        if self._nearest_was_named or self._store.mode is CacheMode.REFRESH:
+        if self._nearest_was_named or self._store.refresh:
             return ""
         self._nearest_was_named = True
         nearest = self._store.nearest(facts)

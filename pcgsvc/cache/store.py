@@ -54,6 +54,7 @@ class Store:
         folder: where; None leaves no file anywhere.
         mode: what may be done; without a folder it is `off`.
         max_bytes: budget; whole programs go, least recently used first, when it is passed.
+        refresh: whether nothing is loaded but what was stored since, as in that mode.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class Store:
         *,
         mode: CacheMode = CacheMode.READWRITE,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        refresh: bool = False,
     ) -> None:
         self.folder = folder
         self.mode = CacheMode.OFF if folder is None else mode
         self.max_bytes = max_bytes
+        self.refresh = refresh or self.mode is CacheMode.REFRESH
         self.counts = Counts()
         wanted = self.mode in (CacheMode.READWRITE, CacheMode.REFRESH)
         self._entries = Entries(
@@ -88,6 +91,7 @@ class Store:
         *,
         mode: CacheMode = CacheMode.READWRITE,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        refresh: bool = False,
     ) -> Store:
         """Find the root (see `root.find_root`), check it, and open the store in it.
 
@@ -99,7 +103,7 @@ class Store:
         root, source = find_root(directory)
         folder = open_data_folder(root, source, write=mode is not CacheMode.READ)
         logger.debug("cache: %s (%s), mode %s", folder.data, source, mode.value)
-        return cls(folder, mode=mode, max_bytes=max_bytes)
+        return cls(folder, mode=mode, max_bytes=max_bytes, refresh=refresh)
 
     @property
     def enabled(self) -> bool:
@@ -209,6 +213,17 @@ class Store:
         except WriteError as error:
             raise CacheError(f"cache drop: {error}.") from error
 
+    def drop_program(self, key: str) -> int:
+        """Delete a program, then the pieces that it names; return how many. See `drop`."""
+        try:
+            pieces = self.read(Kind.PROGRAM, key).pieces
+        except MissError:  # another process has dropped it
+            pieces = ()
+        self.drop(Kind.PROGRAM, key)
+        for piece in pieces:
+            self.drop(Kind.PIECE, piece)
+        return len(pieces)
+
     def _counted(self, kind: Kind, key: str) -> Lookup:
         found = self._get(kind, key)
         self._count(kind, key, found.miss)
@@ -221,7 +236,7 @@ class Store:
             return Lookup(None, "store is closed")
         if not self.enabled:
             return Lookup(None, "cache off")
-        if self.mode is CacheMode.REFRESH and (kind, key) not in self._renewed:
+        if self.refresh and (kind, key) not in self._renewed:
             return Lookup(None, "refresh")
         try:
             entry = self._entries.read(kind, key, use=True)

@@ -16,6 +16,7 @@ from pcgsvc.capture.plan import CapturePlan
 from pcgsvc.check.tolerance import error_of, tolerance_of
 from pcgsvc.check.trial import Step, Trial, same_random_numbers
 from pcgsvc.config import Compiler, Mode
+from pcgsvc.errors import PcgError, VerifyError
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.expert_group import uses_group
@@ -30,9 +31,12 @@ BAKED_IN = (
 COMPILER = (
     "the compiled program computes something else than the module, without any graph: the "
     "compiler got a region wrong. compiler.on_mismatch=eager runs just that region uncompiled, "
-    "compiler=eager all of them; a program from the cache is compared when it is built anew "
-    "(cache.mode=refresh)."
+    "compiler=eager all of them."
 )
+
+
+class RefusedRowsError(Exception):
+    """The module itself raises for a row count; `str()` is what."""
 
 
 def unsteady(trial: Trial, step: Step) -> str | None:
@@ -85,9 +89,26 @@ def _is_random(name: str) -> bool:
 
 
 def program_differs(trial: Trial, step: Step) -> tuple[float, float] | None:
-    """Return error and tolerance if the program, run without graphs, is not as the module."""
-    got, plain = trial.both(step)
-    wanted = plain()
+    """Return error and tolerance if the program, run without graphs, is not as the module.
+
+    Raises:
+        RefusedRowsError: the module cannot run so many rows (a table is too short).
+        VerifyError: the program raises and the module does not, or results differ in shape.
+    """
+    try:
+        got, plain = trial.both(step)
+        wanted = plain()
+    except (PcgError, torch.OutOfMemoryError):
+        raise
+    except Exception as raised:
+        try:
+            trial.plain(step)
+        except Exception as same:  # the user's code
+            raise RefusedRowsError(f"{type(same).__name__}: {same}") from same
+        raise VerifyError(
+            f"the program raises at {step.rows} rows, without graphs, and the module does not: "
+            f"{type(raised).__name__}: {raised}"
+        ) from raised
     error = error_of(got, wanted)
     tolerance = tolerance_of(wanted, error, plain, always=uses_group(trial.config))
     return (error, tolerance) if error > tolerance else None

@@ -1,20 +1,23 @@
-"""The compiled program against the module, at a cold build and before anything is captured.
+"""The compiled program against the module, before anything is captured.
 
-In: a compiled model, and its regions as FX graphs. Out: the model, with regions
-that the compiler got wrong run uncompiled where that is asked for. Padding, graphs and replays are
-`verify`'s; what is loaded from the store was compared when it was stored.
+In: a program that was made or loaded. Out: the model, with regions that the compiler got wrong run
+uncompiled where that is asked for. Padding, graphs and replays are `verify`'s.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from pcgsvc.build.environment import BuildEnvironment
+from pcgsvc.build.stages import MadeProgram
+from pcgsvc.capture.plan import plan_capture
 from pcgsvc.check.causes import (
     BAKED_IN,
+    RefusedRowsError,
     draws_random,
     program_differs,
     random_ops,
@@ -23,22 +26,19 @@ from pcgsvc.check.causes import (
 from pcgsvc.check.pieces import wrong_regions
 from pcgsvc.check.trial import Step, Trial
 from pcgsvc.compilers.eager import EagerPiece
-from pcgsvc.config import Compiler, Config, OnMismatch
-from pcgsvc.errors import PcgError, VerifyError
-from pcgsvc.events import Phases
+from pcgsvc.config import Compiler, Config, OnMismatch, Strategy
+from pcgsvc.errors import VerifyError
 from pcgsvc.forward.request import Request
+from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.expert_group import uses_group
-from pcgsvc.program.model import CompiledModel, allocate
+from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.pieces import Partition
-from pcgsvc.program.writes import undeclared_writes_refused
 
-logger = logging.getLogger(__name__)
-
-Drop = Callable[[Iterable[str]], None]
+Drop = Callable[[Collection[str]], None]
 
 
 def check_program(
-    model: CompiledModel, request: Request, partition: Partition, drop: Drop, phases: Phases
+    made: MadeProgram, memory: Workspace, request: Request, env: BuildEnvironment
 ) -> CompiledModel:
     """Compare a program with its module, and find out what is wrong where they differ.
 
@@ -47,72 +47,58 @@ def check_program(
     `TOLERANCE`.
 
     Args:
-        model: compiled, not captured.
+        made: compiled or loaded, not captured. What was loaded has no FX graphs, so that nothing is
+            found out about it but that it differs.
+        memory: what it runs in.
         request: what is built.
-        partition: the regions that were compiled, with their FX nodes.
-        phases: `check` is timed.
-        drop: forgets regions by hash where they are stored, since they are wrong.
+        env: `check` is timed; regions that are wrong are dropped from the store.
 
     Returns:
         The model; under `compiler.on_mismatch=eager` its image names the regions that are wrong,
-        which run uncompiled, here and wherever the image is loaded.
+        which run uncompiled, here and wherever the image is loaded. Its warnings name what was not
+        compared.
 
     Raises:
         VerifyError: program and module differ. The message names region, op and line if the
             compiler is wrong, else the cause.
     """
-    memory = allocate(request, model)
-    try:
-        with (
-            undeclared_writes_refused(model, memory.tensors),
-            torch.no_grad(),
-            phases.phase("check"),
-        ):
-            return _checked(model, Trial.of(model, memory, request), partition, drop)
-    finally:
-        memory.close()
+    if request.config.partition.strategy is Strategy.BREAKABLE:  # it is the module
+        return made.model
+    drop = partial(env.artifacts.drop, made.model.image)
+    with torch.no_grad(), env.phases.phase("check"):
+        model, refused = _checked(Trial.of(made.model, memory, request), made.regions, drop)
+    captured = {key[1].num_tokens for key in plan_capture(request, model.image).entries}
+    warnings = [  # capture names what it skips
+        f"the program was not compared with the module at {rows} rows: the forward raises {error}"
+        for rows, error in refused.items()
+        if rows not in captured
+    ]
+    return replace(model, warnings=[*model.warnings, *warnings])
 
 
-def _checked(model: CompiledModel, trial: Trial, partition: Partition, drop: Drop) -> CompiledModel:
-    for rows in _sizes(trial.config, model):
+def _checked(
+    trial: Trial, regions: Partition | None, drop: Drop
+) -> tuple[CompiledModel, dict[int, str]]:
+    """Return the model, mended, and the row counts that the module itself refuses."""
+    refused: dict[int, str] = {}
+    for rows in _sizes(trial.config, trial.model):
         step = trial.step(rows)
-        while (found := _difference(trial, step)) is not None:
-            if trial.config.compiler.name is Compiler.INDUCTOR and random_ops(model.image):
-                why = draws_random(model.image)
-                warning = f"the compiled program was not compared with the module: {why}"
-                return replace(trial.model, warnings=[*trial.model.warnings, warning])
-            error, tolerance = found
-            differs = (
-                f"the program differs from plain execution at {rows} rows, without graphs: "
-                f"{error:.3g} (tolerance {tolerance:.3g})"
-            )
-            trial = replace(trial, model=_mended(trial, step, partition, drop, differs))
-    return trial.model
-
-
-def _difference(trial: Trial, step: Step) -> tuple[float, float] | None:
-    """Return error and tolerance of a program that differs, or None.
-
-    A row count that the module itself raises for (a table that is too short) is for capture, which
-    skips it by name.
-
-    Raises:
-        VerifyError: the program raises and the module does not.
-    """
-    try:
-        return program_differs(trial, step)
-    except PcgError:
-        raise
-    except Exception as error:
         try:
-            trial.plain(step)
-        except Exception as same:  # noqa: BLE001 - the user's code
-            logger.debug("check: %d rows are not compared: the forward raises %r", step.rows, same)
-            return None
-        raise VerifyError(
-            f"the program raises at {step.rows} rows, without graphs, and the module does not: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+            while (found := program_differs(trial, step)) is not None:
+                model = trial.model
+                if trial.config.compiler.name is Compiler.INDUCTOR and random_ops(model.image):
+                    why = draws_random(model.image)
+                    warning = f"the compiled program was not compared with the module: {why}"
+                    return replace(model, warnings=[*model.warnings, warning]), refused
+                error, tolerance = found
+                differs = (
+                    f"the program differs from plain execution at {rows} rows, without graphs: "
+                    f"{error:.3g} (tolerance {tolerance:.3g})"
+                )
+                trial = replace(trial, model=_mended(trial, step, regions, drop, differs))
+        except RefusedRowsError as error:
+            refused[rows] = str(error)
+    return trial.model, refused
 
 
 def _sizes(config: Config, model: CompiledModel) -> list[int]:
@@ -126,16 +112,17 @@ def _sizes(config: Config, model: CompiledModel) -> list[int]:
 
 
 def _mended(
-    trial: Trial, step: Step, partition: Partition, drop: Drop, differs: str
+    trial: Trial, step: Step, regions: Partition | None, drop: Drop, differs: str
 ) -> CompiledModel:
     """Return the model with the regions that are wrong uncompiled; VerifyError if it cannot be."""
     model, compiler = trial.model, trial.config.compiler
-    if uses_group(trial.config):  # other processes take no part in experiments
+    # Other processes take no part in experiments.
+    if regions is None or uses_group(trial.config):
         raise VerifyError(f"{differs}.")
     if (cause := unsteady(trial, step)) is not None:
         raise VerifyError(f"{differs}: {cause}")
     inductor = compiler.name is Compiler.INDUCTOR
-    wrong = wrong_regions(trial, step, partition) if inductor else {}
+    wrong = wrong_regions(trial, step, regions) if inductor else {}
     if not wrong:
         raise VerifyError(f"{differs}: {BAKED_IN}")
     drop(wrong)

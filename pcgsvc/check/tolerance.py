@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pcgsvc.check.rounding import HALF, redrawn
-from pcgsvc.errors import BatchError
+from pcgsvc.errors import VerifyError
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """max|a-b| / max|b| up to which results that were computed in another order are equal."""
@@ -62,7 +62,7 @@ def error_of(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> flo
     worst = 0.0
     for a, b in zip(got, wanted, strict=True):
         if a.shape != b.shape:
-            raise BatchError(f"results differ in shape: {tuple(a.shape)} and {tuple(b.shape)}")
+            raise VerifyError(f"results differ in shape: {tuple(a.shape)} and {tuple(b.shape)}.")
         if not a.numel():
             continue
         x, y = a.double(), b.double()

@@ -16,11 +16,12 @@ import torch
 
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import BatchDescriptor, CapturePlan, EntryKey
-from pcgsvc.check.causes import of_entry
+from pcgsvc.check.causes import RefusedRowsError, of_entry, program_differs
 from pcgsvc.check.dependence import input_dependence
 from pcgsvc.check.tolerance import TOLERANCE, differ, error_of, near_ties, tolerance_of
 from pcgsvc.check.trial import Trial
 from pcgsvc.config import Compiler, Config, Mode
+from pcgsvc.errors import VerifyError
 from pcgsvc.events import Phases
 from pcgsvc.forward.batch import CheckedBatch
 from pcgsvc.forward.request import Request, make_samples
@@ -31,7 +32,6 @@ from pcgsvc.ops.context import ForwardContext, use_context
 from pcgsvc.ops.expert_choice import Choices, following, recorded_choices
 from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.model import CompiledModel
-from pcgsvc.program.program import Direct
 
 
 class Verified(NamedTuple):
@@ -77,7 +77,8 @@ def verify(
     """
     samples = make_samples(request, memory, seed=plan.config.seed + 1)
     with torch.no_grad(), phases.phase("verify", len(table.entries)):
-        if _Check(model, memory, table, samples, plan.config).differs_at_one_row():
+        trial = Trial.of(model, memory, request)
+        if _differs_at_one_row(trial):
             model = model.requiring("s > 1", "differs from the module at one row")
         table = table.without(_invalid(table, model.predicate))
         check = _Check(model, memory, table, samples, plan.config)
@@ -90,8 +91,8 @@ def verify(
             found[key] = check.entry(key, random.Random(seed))
             phases.progress.advance()
         rows = [found[key] for key in table.entries]
-        trial = None if uses_group(plan.config) else Trial.of(model, memory, request)
-        wrong = refusal(rows, plan, memory, trial)
+        trial = replace(trial, model=model)
+        wrong = refusal(rows, plan, memory, None if uses_group(plan.config) else trial)
     return Verified(model, table, rows, wrong)
 
 
@@ -113,6 +114,16 @@ def refusal(
     )
     cause = of_entry(wrong[0], plan, memory, trial)
     return f"replay differs from plain execution: {each}.\n{cause}"
+
+
+def _differs_at_one_row(trial: Trial) -> bool:
+    """Whether the module must run a single row itself, of which the predicate is silent."""
+    if trial.model.predicate.broken_by(1) is not None:
+        return False
+    try:
+        return program_differs(trial, trial.step(1)) is not None
+    except (RefusedRowsError, VerifyError):
+        return True
 
 
 def _invalid(table: GraphTable, predicate: SizePredicate) -> dict[EntryKey, str]:
@@ -255,28 +266,6 @@ class _Check:
                 return self.plain(inputs, batch, rows)
 
         return input_dependence(run, self.samples.inputs(rows), differ)
-
-    def differs_at_one_row(self) -> bool:
-        """Whether program and module differ for a single row, of which the predicate is silent."""
-        if self.model.predicate.broken_by(1) is not None:
-            return False
-        inputs, batch = self.samples.inputs(1), self.samples.batch(1, uniform=False)
-        with (
-            preserved(self.state),
-            self.memory.on_stream(),
-            use_context(self.memory.context(batch, 1)),
-            recorded_choices() as choices,
-        ):
-            results = self.model.program.run(self.memory.values(inputs, 1), Direct())
-            got = [tensor.clone() for tensor in results]
-
-        def run_plain() -> list[torch.Tensor]:
-            with preserved(self.state), following(choices, near_ties(got)):
-                return self.plain(inputs, batch, 1)
-
-        wanted = run_plain()
-        error = error_of(got, wanted)
-        return error > tolerance_of(wanted, error, run_plain, always=uses_group(self.config))
 
     def replay(
         self, key: EntryKey, inputs: Mapping[str, torch.Tensor], batch: CheckedBatch

@@ -4,36 +4,38 @@ In: nested plain dicts, from Hydra, YAML or a caller. Out: one `Config`, resolve
 Knows nothing of models, graphs or the disk; only `compose` and `devices` import more than Python.
 """
 
+from pcgsvc.config.choices import (
+    CacheAction,
+    CacheMode,
+    Compiler,
+    ErrorMode,
+    Graphs,
+    Job,
+    Mode,
+    MoeBackend,
+    OnMismatch,
+    OnUncovered,
+    Outputs,
+    Strategy,
+)
 from pcgsvc.config.limits import validate, validate_sizing
-from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting
+from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting, updated
 from pcgsvc.config.resolve import dropped_sizes, resolve, schedule
 from pcgsvc.config.schema import (
     AUTO,
     AttentionConfig,
     BenchConfig,
-    CacheAction,
     CacheConfig,
-    CacheMode,
     CaptureConfig,
     CompareConfig,
-    Compiler,
     CompilerConfig,
     Config,
     DebugConfig,
-    ErrorMode,
     ExplainConfig,
-    Graphs,
-    Job,
-    Mode,
     ModelConfig,
-    MoeBackend,
     MoeConfig,
-    OnMismatch,
-    OnUncovered,
-    Outputs,
     PartitionConfig,
     SizingConfig,
-    Strategy,
     SweepConfig,
 )
 
@@ -73,6 +75,7 @@ __all__ = [
     "schedule",
     "to_dict",
     "unknown_setting",
+    "updated",
     "validate",
     "validate_sizing",
 ]

@@ -124,17 +124,17 @@ def from_tree(tree: Any) -> Config:
             f"config: got {type(tree).__name__}; a Config, a mapping or a DictConfig is needed."
         )
     with readable():
-        plain = {str(key): _plain(tree[key]) for key in tree if key != "hydra"}
-    return from_dict(plain)
+        values = {str(key): plain(tree[key]) for key in tree if key != "hydra"}
+    return from_dict(values)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value with all of OmegaConf's nodes in it resolved; the value itself stays."""
     if OmegaConf.is_config(value):
         return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 # ---- Hydra's loader ------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pcgsvc.config.schema import Config, Job
+from pcgsvc.config.choices import Job
+from pcgsvc.config.schema import Config
 from pcgsvc.errors import ConfigError, near
 
 _DTYPES = {

@@ -44,6 +44,25 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
     return _dataclass(Config, tree, "")
 
 
+def updated(group: T, changes: Mapping[str, Any]) -> T:
+    """Return a copy of a dataclass of settings with some replaced; nested groups are updated.
+
+    Raises:
+        ConfigError: as `from_dict`; `group` is a `Config`.
+    """
+    tree = _merged(group, changes)
+    return _dataclass(type(group), tree, "")
+
+
+def _merged(group: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    tree = {f.name: getattr(group, f.name) for f in fields(group)}
+    for name, value in changes.items():
+        old = tree.get(name)
+        nested = is_dataclass(old) and isinstance(value, Mapping)
+        tree[name] = _merged(old, value) if nested else value
+    return tree
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Return nested plain dicts of JSON types (enum members by their word)."""
     out: dict[str, Any] = {}

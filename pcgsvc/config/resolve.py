@@ -6,9 +6,10 @@ sizes are final. Imports no torch.
 
 from __future__ import annotations
 
+from pcgsvc.config.choices import Compiler, Graphs
 from pcgsvc.config.limits import validate_sizes
 from pcgsvc.config.parse import copy
-from pcgsvc.config.schema import CaptureConfig, Compiler, Config, Graphs
+from pcgsvc.config.schema import CaptureConfig, Config
 
 
 def schedule(max_size: int) -> list[int]:

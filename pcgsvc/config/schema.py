@@ -13,6 +13,21 @@ import enum
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from pcgsvc.config.choices import (
+    CacheAction,
+    CacheMode,
+    Compiler,
+    ErrorMode,
+    Graphs,
+    Job,
+    Mode,
+    MoeBackend,
+    OnMismatch,
+    OnUncovered,
+    Outputs,
+    Strategy,
+)
+
 AUTO = "auto:"
 """What `capture.sizes` begins with where a traffic file follows."""
 
@@ -38,108 +53,6 @@ Count = Annotated[int, Positive]
 Bytes = Annotated[int, Form.BYTES, Positive]
 Sizes = Annotated[list[int], Form.SIZES]
 SizesOrFile = Annotated[list[int] | str, Form.SIZES_OR_FILE]
-
-
-class Mode(enum.Enum):
-    """Which CUDA graphs serve which batches; the last two are (uniform decode, everything else)."""
-
-    NONE = "none"
-    PIECEWISE = "piecewise"
-    FULL = "full"
-    FULL_DECODE_ONLY = "full_decode_only"
-    FULL_AND_PIECEWISE = "full_and_piecewise"
-
-
-class Strategy(enum.Enum):
-    """Where the graph is split: before the compiler, after fusion, or while capturing."""
-
-    FX = "fx"
-    INDUCTOR = "inductor"
-    BREAKABLE = "breakable"
-
-
-class Compiler(enum.Enum):
-    """What compiles a region."""
-
-    EAGER = "eager"
-    INDUCTOR = "inductor"
-
-
-class OnMismatch(enum.Enum):
-    """What happens to a region whose compiled form computes something else than its ops."""
-
-    ERROR = "error"
-    EAGER = "eager"
-
-
-class Graphs(enum.Enum):
-    """What a captured segment is: a CUDA graph, a recording on the CPU, or nothing."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-    RECORDED = "recorded"
-    OFF = "off"
-
-
-class OnUncovered(enum.Enum):
-    """What happens to a call that no captured graph serves."""
-
-    RUN = "run"
-    ERROR = "error"
-
-
-class Outputs(enum.Enum):
-    """Whose memory a call's results are in."""
-
-    CLONE = "clone"
-    VIEW = "view"
-
-
-class CacheMode(enum.Enum):
-    """What the disk cache may do."""
-
-    READWRITE = "readwrite"
-    READ = "read"
-    OFF = "off"
-    REFRESH = "refresh"
-
-
-class CacheAction(enum.Enum):
-    """What `job=cache` does."""
-
-    LS = "ls"
-    EXPLAIN = "explain"
-    CHECK = "check"
-    CLEAR = "clear"
-    EXPORT = "export"
-    IMPORT = "import"
-
-
-class ErrorMode(enum.Enum):
-    """torch.cuda's capture error modes: whose CUDA calls may invalidate a running capture."""
-
-    GLOBAL = "global"
-    THREAD_LOCAL = "thread_local"
-    RELAXED = "relaxed"
-
-
-class MoeBackend(enum.Enum):
-    """Where the experts of a mixture are: all here, or spread over a process group."""
-
-    LOCAL = "local"
-    ALL_TO_ALL = "all_to_all"
-
-
-class Job(enum.Enum):
-    """What `python -m pcgsvc` does."""
-
-    RUN = "run"
-    COMPILE = "compile"
-    PLAN = "plan"
-    CACHE = "cache"
-    COMPARE = "compare"
-    CONFIG = "config"
-    SIZES = "sizes"
 
 
 @dataclass(kw_only=True, slots=True)

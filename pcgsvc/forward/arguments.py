@@ -120,6 +120,16 @@ def read_arguments(
     Raises:
         ConfigError: they do not fit the forward, or are of a kind that a runner cannot pass.
     """
+    if isinstance(module, type) or not callable(module):
+        raise ConfigError(
+            f"model: got {_text(module)}; a module (an instance, in eval mode) or a function is "
+            "needed."
+        )
+    if not isinstance(example_inputs, (tuple, list, Mapping, torch.Tensor)):
+        raise ConfigError(
+            f"example_inputs: got {_text(example_inputs)}; a tuple of arguments with a tensor "
+            "among them is needed, or a dict by argument name."
+        )
     function = module.forward if isinstance(module, torch.nn.Module) else module
     try:
         signature = inspect.signature(function)
@@ -177,16 +187,29 @@ def _check_example(name: str, value: Any) -> None:
         )
 
 
+def one_device(tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    """Return the device of all tensor arguments; ConfigError if there are several, or no tensor."""
+    devices = {t.device for t in tensors.values()}
+    if len(devices) > 1:
+        raise ConfigError(f"example_inputs: on several devices: {sorted(map(str, devices))}.")
+    if not devices:
+        raise ConfigError("example_inputs: there is no tensor among them.")
+    return devices.pop()
+
+
 def input_specs(tensors: Mapping[str, torch.Tensor], dynamic_dims: DynamicDims) -> list[InputSpec]:
     """Return the specs of tensor arguments; ConfigError if `dynamic_dims` does not fit them."""
+    if not isinstance(dynamic_dims, Mapping):
+        raise ConfigError(
+            f"dynamic_dims: got {dynamic_dims!r}; the row dimensions by argument name are needed, "
+            "such as {'x': 0}."
+        )
     unknown = sorted(set(dynamic_dims) - set(tensors))
     if unknown or not tensors:
         raise ConfigError(
             f"dynamic_dims: got {unknown or dict(dynamic_dims)}; tensor inputs are {list(tensors)}."
         )
-    devices = {t.device for t in tensors.values()}
-    if len(devices) > 1:
-        raise ConfigError(f"example_inputs: on several devices: {sorted(map(str, devices))}.")
+    one_device(tensors)
     specs = [
         InputSpec(name=name, example=tensor.detach(), dims=_dims(name, tensor, dynamic_dims))
         for name, tensor in tensors.items()
@@ -254,8 +277,14 @@ def checked(make_inputs: MakeInputs, specs: Sequence[InputSpec]) -> MakeInputs:
     """Return a caller's source of inputs, with what it gives compared with the specs.
 
     Raises:
-        ConfigError: when called, naming the input that is missing or of another kind.
+        ConfigError: it is no function; when called, naming the input that is missing or of another
+            kind.
     """
+    if not callable(make_inputs):
+        raise ConfigError(
+            f"make_inputs: got {make_inputs!r}; a function make_inputs(rows, generator) that "
+            "returns tensors by name is needed."
+        )
 
     def make(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         made = make_inputs(rows, generator)

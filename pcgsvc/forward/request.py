@@ -23,10 +23,12 @@ from pcgsvc.forward.arguments import (
     check_module,
     checked,
     input_specs,
+    one_device,
     read_arguments,
     resampler,
 )
 from pcgsvc.forward.bundle import ModelBundle
+from pcgsvc.forward.plain import infer_dynamic_dims, no_rows
 from pcgsvc.forward.process import BUILD_LOCK
 from pcgsvc.forward.samples import Samples
 from pcgsvc.forward.specs import Binding, InputSpec
@@ -84,7 +86,7 @@ class Request:
 def request_for(
     module: Callable[..., Any],
     example_inputs: Any,
-    dynamic_dims: DynamicDims,
+    dynamic_dims: DynamicDims | None,
     config: Config,
     *,
     make_inputs: MakeInputs | None = None,
@@ -92,7 +94,12 @@ def request_for(
 ) -> Request:
     """Return the request for a caller's own module; see `pipeline.build_runner`."""
     arguments, tensors = read_arguments(module, example_inputs)
+    if dynamic_dims is None:
+        check_module(module, one_device(tensors))
+        dynamic_dims = infer_dynamic_dims(module, tensors, arguments.constants)
     specs = input_specs(tensors, dynamic_dims)
+    if not any(spec.dims for spec in specs):
+        raise no_rows("got none", tensors)
     device = specs[0].example.device
     resolved = resolve_config(config, module_device=device)
     if config.dtype is None and module_dtype(module) is not None:

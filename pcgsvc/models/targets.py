@@ -10,16 +10,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError, near
-
-_OWN_FOLDER = str(Path(__file__).parents[1])
+from pcgsvc.forward.plain import place_of, words_of
 
 
 def load_target(target: str) -> Callable[..., Any]:
@@ -110,21 +107,3 @@ def _import(name: str) -> ModuleType:
 
 def _failed(name: str, error: BaseException) -> str:
     return f"model.target: importing {name} failed{place_of(error)}: {words_of(error)}"
-
-
-def words_of(error: BaseException) -> str:
-    """Return an error's type and its first line."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-def place_of(error: BaseException) -> str:
-    """Return ` at file:line` of the innermost line of the user's that an error came from."""
-    if isinstance(error, SyntaxError):
-        return f" at {error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        path = frame.filename
-        if not torch_private.is_torch_file(path) and not path.startswith((_OWN_FOLDER, "<")):
-            return f" at {path}:{frame.lineno} in {frame.name}"
-    return ""

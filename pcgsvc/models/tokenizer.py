@@ -35,8 +35,19 @@ def unsupported(metadata: Mapping[str, Any]) -> str | None:
         return f"the checkpoint's tokenizer is of the kind {model!r}; byte-level BPE is served"
     if pre not in PRE_TOKENIZERS:
         return f"the pre-tokenizer {pre!r} is not known. Choices: {', '.join(PRE_TOKENIZERS)}"
-    lacking = [k for k in ("tokens", "merges") if f"tokenizer.ggml.{k}" not in metadata]
+    needed = ["tokens", "merges", *["bos_token_id"] * _adds_bos(_own_entries(metadata))]
+    lacking = [k for k in needed if f"tokenizer.ggml.{k}" not in metadata]
     return f"the checkpoint lacks tokenizer.ggml.{lacking[0]}" if lacking else None
+
+
+def _own_entries(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = "tokenizer.ggml."
+    return {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+
+
+def _adds_bos(data: Mapping[str, Any]) -> bool:
+    """Whether a text begins with BOS: as the file says, else as llama.cpp does for its cut."""
+    return bool(data.get("add_bos_token", data.get("pre") == "llama-bpe"))
 
 
 class GgufTokenizer:
@@ -54,17 +65,12 @@ class GgufTokenizer:
         reason = unsupported(metadata)
         if reason is not None:
             raise ConfigError(f"model.weights: {reason}.")
-        data = {
-            key.removeprefix("tokenizer.ggml."): value
-            for key, value in metadata.items()
-            if key.startswith("tokenizer.ggml.")
-        }
+        data = _own_entries(metadata)
         self._tokens: list[str] = data["tokens"]
         self._ids = {key: value for key, value in data.items() if key.endswith("_token_id")}
         self._tokenizer = _byte_level_bpe(data)
         self._chat_template: str | None = metadata.get("tokenizer.chat_template")
-        # Absent means no: llama.cpp adds BOS unasked for sentencepiece vocabularies alone.
-        self._adds_bos = bool(data.get("add_bos_token", False))
+        self._adds_bos = _adds_bos(data)
         ends = (self._ids.get(f"{end}_token_id") for end in ("eos", "eot", "eom"))
         self.eos_token_ids = frozenset(end for end in ends if end is not None)
         """The checkpoint's end of sequence, turn and message."""

@@ -14,10 +14,11 @@ import torch
 from pcgsvc.errors import TraceError
 from pcgsvc.forward.results import flatten, tensors_in
 from pcgsvc.forward.specs import Binding, SizePredicate, TensorSpec
+from pcgsvc.forward.state import can_be_put_back
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.registry import default_boundaries, why_boundary
 from pcgsvc.partition.fx import canonical_op_name
-from pcgsvc.partition.probe import ForwardProbe, can_be_put_back
+from pcgsvc.partition.probe import ForwardProbe
 from pcgsvc.partition.submodules import in_place
 from pcgsvc.program.image import PieceInfo, ProgramImage
 from pcgsvc.program.pieces import Kind

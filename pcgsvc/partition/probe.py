@@ -22,12 +22,12 @@ from pcgsvc.errors import CaptureError, SplitError, TraceError
 from pcgsvc.forward.objects import tensors_held, tensors_of
 from pcgsvc.forward.results import ResultTree, flatten
 from pcgsvc.forward.samples import Samples
+from pcgsvc.forward.state import Attributes, Writes
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.submodules import Calls, watched
 from pcgsvc.program.program import Boundaries
-from pcgsvc.trace.dynamo import Attributes
 from pcgsvc.trace.sources import line_that_sets
 
 
@@ -77,7 +77,9 @@ class Forward:
             TraceError: a result that is another for other row counts; or a write to an input.
         """
         most = self.memory.max_tokens
-        before, writes = Attributes(self.module), _Writes(self.memory)
+        tensors = self.memory.tensors.items()
+        parameters = {n: t for n, t in tensors if isinstance(t, torch.nn.Parameter)}
+        before, writes = Attributes(self.module), Writes(parameters, self.memory.buffers)
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(_Tee(printed)):
@@ -97,10 +99,10 @@ class Forward:
         for run in (other, small):
             _refuse_other_result(first, run)
         _forget_replaced(self.module, self.memory)
-        written = writes.parameters()
+        written = writes.names()
         return ForwardProbe(largest=first, other=other, written=written, warnings=warnings)
 
-    def _run(self, size: int, writes: _Writes) -> ForwardRun:
+    def _run(self, size: int, writes: Writes) -> ForwardRun:
         memory = self.memory
         batch = self.samples.batch(size, uniform=False)
         memory.load(self.samples.inputs(size), size, size)
@@ -160,7 +162,7 @@ class ForwardRun:
 class _Ops(torch_private.RecordingMode):
     """Notes breaks, and whether kernels run between them."""
 
-    def __init__(self, run: ForwardRun, boundaries: Boundaries, writes: _Writes) -> None:
+    def __init__(self, run: ForwardRun, boundaries: Boundaries, writes: Writes) -> None:
         super().__init__()
         self._run, self._names, self._writes = run, boundaries.names, writes
 
@@ -180,55 +182,6 @@ class _Ops(torch_private.RecordingMode):
             self._run.events.append("kernel")
             self._run.kernels.append(name)
         return result
-
-
-class _Writes:
-    """Keeps parameters as they were before the forward writes to them, and inputs from writes."""
-
-    def __init__(self, workspace: Workspace) -> None:
-        storage_id = torch_private.storage_id
-        self._inputs = {storage_id(b): name for name, b in workspace.buffers.items()}
-        self._parameters: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        for name, tensor in workspace.tensors.items():
-            if isinstance(tensor, torch.nn.Parameter) and can_be_put_back(tensor):
-                self._parameters.setdefault(storage_id(tensor), []).append((name, tensor))
-        self._saved: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def before(self, op: str, schema: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Look at what an op is about to write to."""
-        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
-        written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        for leaf in pytree.tree_leaves([given.get(name) for name in written]):
-            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-                continue
-            storage = torch_private.storage_id(leaf)
-            if storage in self._inputs:
-                raise TraceError(
-                    f"the forward writes to its input {self._inputs[storage]!r} with {op}; a "
-                    "runner copies inputs, so the caller's tensor would not change. Write to a "
-                    "clone."
-                )
-            for name, tensor in self._parameters.get(storage, ()):
-                if name not in self._saved:
-                    self._saved[name] = (tensor, tensor.clone())
-
-    def put_back(self) -> None:
-        """Undo what was written to parameters."""
-        for tensor, value in self._saved.values():
-            tensor.copy_(value)
-
-    def parameters(self) -> set[str]:
-        """Return the names of the parameters that were written to."""
-        return set(self._saved)
-
-
-def can_be_put_back(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's content can be copied back; torch writes to no others itself."""
-    overlaps = tensor.layout is torch.strided and any(
-        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
-    return dense and not overlaps and not tensor.is_inference()
 
 
 def _forget_replaced(module: Callable[..., Any], workspace: Workspace) -> None:

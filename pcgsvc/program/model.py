@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pcgsvc.errors import TraceError
+from pcgsvc.errors import TraceError, VerifyError
 from pcgsvc.forward.arguments import Arguments
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.request import Request, make_workspace
@@ -93,6 +93,11 @@ class CompiledModel:
     def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Call the module under the current context; results in the order of the graph's."""
         leaves = tensors_in(self.module(**inputs, **self.arguments.constants))
+        if len(leaves) != len(self.outputs.leaves):
+            raise VerifyError(
+                f"plain execution returns {len(leaves)} tensors, the traced forward "
+                f"{len(self.outputs.leaves)}: it looks at host state (a flag, a mode)."
+            )
         flat: dict[int, torch.Tensor] = {}
         for (kind, index), leaf in zip(self.outputs.leaves, leaves, strict=True):
             if kind == "graph":

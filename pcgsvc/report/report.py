@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from pcgsvc.build.environment import BuildEnvironment
+from pcgsvc.build.load import ProgramLookup
 from pcgsvc.capture.capture import GraphTable
-from pcgsvc.capture.plan import CapturePlan
+from pcgsvc.capture.plan import CapturePlan, plan_capture
 from pcgsvc.config import Mode, to_dict
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace
@@ -47,6 +49,18 @@ def program_report(
         },
         "warnings": list(warnings),
         **({} if request.sizes is None else {"chosen_sizes": chosen(request.sizes)}),
+    }
+
+
+def compile_report(
+    request: Request, model: CompiledModel, found: ProgramLookup, env: BuildEnvironment
+) -> dict[str, Any]:
+    """Return the report of what there is before anything is captured: `job=compile`'s."""
+    plan = plan_capture(request, model.image)
+    return {
+        **program_report(request, model.image, plan, [*plan.warnings, *model.warnings]),
+        "compile": compile_section(request, model, GraphTable(), env.phases.since_start()),
+        "cache": env.cache_section(model, found.key),
     }
 
 

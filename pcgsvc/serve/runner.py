@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,25 +18,26 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import EntryKey
-from pcgsvc.capture.session import Entry
-from pcgsvc.config import Mode, OnUncovered, Outputs
-from pcgsvc.errors import BatchError, PcgError, UncoveredError
-from pcgsvc.events import log_event
+from pcgsvc.config import Outputs
+from pcgsvc.errors import BatchError, PcgError
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch, refuse_lost_context
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.sampling import Sampling
-from pcgsvc.forward.specs import InputSpec
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import reset_context, set_context, use_context
 from pcgsvc.ops.modes import Resolution
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Direct
 from pcgsvc.serve.blocks import BlockAllocator
+from pcgsvc.serve.counts import CallCounts
 from pcgsvc.serve.dispatch import Dispatch, DispatchTable, unlike_traced
 from pcgsvc.serve.embed import embed
 from pcgsvc.serve.generate import generate, stream
+from pcgsvc.serve.inputs import InputBinder
+from pcgsvc.serve.replay import Replay, input_views, poison_others
 from pcgsvc.serve.slots import NewToken
 from pcgsvc.serve.streams import CallOrder
+from pcgsvc.serve.summary import summary
 from pcgsvc.serve.weights import LoadedState, Weights
 
 logger = logging.getLogger(__name__)
@@ -85,32 +85,26 @@ class Runner:
         self.report = report
         """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
         self._closed, self._at_close = False, at_close
+        self._model_name = getattr(model.module, "__name__", type(model.module).__name__)
         self._lock, self._process = threading.RLock(), os.getpid()
         self._running = False
-        self._hits: Counter[str] = Counter()
-        self._calls: Counter[tuple[int, bool]] = Counter()
-        self._entries = [f"{m.value}:{d.num_tokens}" for m, d in table.entries]
-        self._fallbacks: Counter[tuple[int, str]] = Counter()
-        self._told: Counter[str] = Counter()
+        self._autocast_met = False
+        self._counts = CallCounts(config, self.dispatch, table)
         self._listeners: list[Callable[[float], None]] = []
-        self._rows, self._padded, self._autocast_met = 0, 0, False
         static = memory.static_tensors if config.debug.check_addresses else None
         self._weights = Weights(model.module, memory.tensors, static)
         self._plain_calls: dict[int, tuple[CheckedBatch, bool, EntryKey | None]] = {}
         """What calls without a batch are served by, by row count."""
-        self._shapes: list[dict[torch.Size, int]] = [{} for _ in memory.inputs]
-        """Shapes that each input was found to fit with, and the row count that they mean."""
-        self._names = [spec.name for spec in memory.inputs]
-        self._in_order = model.arguments.by_position
+        self._inputs = InputBinder(model.arguments, memory)
         clone = config.outputs is Outputs.CLONE
-        self._cloned = range(len(model.outputs.specs)) if clone else _input_views(table, memory)
+        self._cloned = range(len(model.outputs.specs)) if clone else input_views(table, memory)
         """The graph results that a call clones."""
         self._depends_on = model.depends_on
         self._poison = config.debug.poison
         self._query_len = config.capture.uniform_query_len
         self._device_type = memory.device.type
         self._order = None if memory.stream is None else CallOrder(memory.stream)
-        self._replays: dict[EntryKey, _Replay] = {}
+        self._replays: dict[EntryKey, Replay] = {}
 
     # -- calls --
 
@@ -160,16 +154,16 @@ class Runner:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch | CheckedBatch | None
     ) -> Any:
         self.ensure_open()
-        inputs, num_tokens = self._bind(args, kwargs)
+        inputs, num_tokens = self._inputs.bind(args, kwargs)
         checked, uniform, key = self._find(batch, num_tokens)
         unlike = None
         if self._depends_on:
             unlike = unlike_traced(self._depends_on, self.memory.inputs, inputs)
             key = key if unlike is None else None
         if key is None:
-            self._count_uncovered(checked, uniform, unlike)
+            self._counts.uncovered(checked, uniform, unlike)
         self._weights.check()
-        self._calls[num_tokens, uniform] += 1
+        self._counts.calls[num_tokens, uniform] += 1
         order = self._order
         if order is None and not torch.is_autocast_enabled("cpu"):
             return self._execute(key, inputs, checked, unlike)
@@ -280,24 +274,7 @@ class Runner:
             kind of batch. rows, padding_rows: what ran. padding_share: padding rows by all rows.
         """
         with self.lock:
-            fallbacks = [
-                {"num_tokens": n, "reason": reason, "count": count}
-                for (n, reason), count in sorted(self._fallbacks.items())
-            ]
-            share = self._padded / (self._rows + self._padded) if self._padded else 0.0
-            calls = [
-                {"num_tokens": n, "uniform": uniform, "count": count}
-                for (n, uniform), count in sorted(self._calls.items())
-            ]
-            return {
-                "hits": dict(self._hits),
-                "fallbacks": fallbacks,
-                "rows": self._rows,
-                "padding_rows": self._padded,
-                "padding_share": share,
-                "calls": calls,
-                "never_used": [name for name in self._entries if name not in self._hits],
-            }
+            return self._counts.stats()
 
     def time_calls(self, listener: Callable[[float], None]) -> None:
         """Have a function told each call's seconds, under the runner's lock, until it is closed.
@@ -310,10 +287,11 @@ class Runner:
     def reset_stats(self) -> None:
         """Forget all counts, so that `stats()` speaks of what follows."""
         with self.lock:
-            self._hits.clear()
-            self._calls.clear()
-            self._fallbacks.clear()
-            self._rows = self._padded = 0
+            self._counts.reset()
+
+    def __repr__(self) -> str:
+        """Return five lines: model, modes, sizes, graphs, warm or cold."""
+        return summary(self._model_name, self.report, is_closed=self._closed)
 
     # -- life --
 
@@ -323,10 +301,7 @@ class Runner:
             if self._closed:
                 return
             self._closed = True
-            for reason, calls in self._told.items():
-                words = "%d calls ran without a graph: %s"
-                fields = {"reason": reason, "calls": calls}
-                log_event(logger, logging.INFO, "fallbacks", words, calls, reason, **fields)
+            self._counts.log_totals()
             if self._order is not None:
                 self._order.synchronize()
             self._replays.clear()
@@ -334,7 +309,7 @@ class Runner:
             self.memory.close()
             self._plain_calls.clear()
             self._at_close()
-            del self.request, self.model, self.memory, self.table, self._weights
+            del self.request, self.model, self.memory, self.table, self._weights, self._inputs
 
     def __enter__(self) -> Runner:
         """Return self; the runner is closed at the end of the block."""
@@ -435,28 +410,6 @@ class Runner:
             results[at] = results[at].clone()
         return self.model.outputs.build(results, inputs)
 
-    def _bind(
-        self, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], int]:
-        """Match arguments with input buffers and return them with the row count."""
-        specs = self.memory.inputs
-        if self._in_order and len(args) == len(specs) and not kwargs:
-            given = dict(zip(self._names, args, strict=True))
-        else:
-            given = self.model.arguments.bind(args, kwargs)
-        num_tokens = -1
-        for spec, shapes in zip(specs, self._shapes, strict=True):
-            value = given[spec.name]
-            if type(value) is torch.Tensor and value.dtype is spec.example.dtype:
-                rows = shapes.get(value.shape)
-                if rows is not None and num_tokens in (-1, rows):
-                    num_tokens = rows
-                    continue
-            num_tokens = _check_input(self.memory, spec, value, num_tokens)
-            if spec.dims and num_tokens <= self.memory.max_tokens:
-                shapes[value.shape] = num_tokens
-        return given, num_tokens
-
     def _replay(
         self,
         key: EntryKey,
@@ -466,10 +419,10 @@ class Runner:
         replay = self._replays.get(key)
         if replay is None:
             entry = self.table.entries[key]
-            replay = self._replays[key] = _Replay(key, entry, self.model)
+            replay = self._replays[key] = Replay(key, entry, self.model)
         size, rows = replay.size, batch.num_tokens
         if self._poison:
-            _poison(self.table, replay.entry)
+            poison_others(self.table, replay.entry)
         self.memory.load(inputs, rows, size)
         if replay.reads_metadata:
             query_len = self._query_len if replay.uniform else None
@@ -483,9 +436,10 @@ class Runner:
         else:
             for step in replay.steps:
                 step()
-        self._hits[replay.name] += 1
-        self._rows += rows
-        self._padded += size - rows
+        counts = self._counts
+        counts.hits[replay.name] += 1
+        counts.rows += rows
+        counts.padded += size - rows
         return replay.results(rows)
 
     def _run_uncaptured(
@@ -495,7 +449,7 @@ class Runner:
         memory, rows = self.memory, batch.num_tokens
         device = memory.device
         inputs = {s.name: s.laid_out(inputs[s.name].to(device)) for s in memory.inputs}
-        self._rows += rows
+        self._counts.rows += rows
         with use_context(self.memory.unpadded_context(batch)):
             program = self.model.program.for_size(rows)
             return program.run(memory.values(inputs, rows), Direct())
@@ -506,103 +460,6 @@ class Runner:
         Nothing of the trace may be put around it: its result may have another structure.
         """
         moved = {k: v.to(self.memory.device) for k, v in inputs.items()}
-        self._rows += batch.num_tokens
+        self._counts.rows += batch.num_tokens
         with use_context(self.memory.unpadded_context(batch)):
             return self.model.module(**moved, **self.model.arguments.constants)
-
-    def _count_uncovered(self, batch: CheckedBatch, uniform: bool, unlike: str | None) -> None:
-        rows, reqs = batch.num_tokens, len(batch.query_lens)
-        reason = unlike or self.dispatch.why_none(rows, reqs, uniform)
-        config = self.request.config
-        strict = config.on_uncovered is OnUncovered.ERROR or config.strict
-        if self.dispatch.wants(uniform) and strict:
-            raise UncoveredError(
-                f"{rows} rows in {reqs} requests: no graph serves this call: {reason}. Captured "
-                f"sizes: {self.table.sizes}. Raise "
-                "capture.max_size or add to capture.sizes, or set on_uncovered=run."
-            )
-        self._fallbacks[(rows, reason)] += 1
-        self._told[reason] += 1
-        if self._told[reason] == 1:  # the first of its kind; `close` tells how many there were
-            log_event(
-                logger,
-                logging.WARNING if self.dispatch.wants(uniform) else logging.INFO,
-                "fallback",
-                "a call of %d rows runs without a graph: %s (further ones are counted, not logged)",
-                rows,
-                reason,
-                reason=reason,
-                num_tokens=rows,
-                uniform=uniform,
-            )
-
-
-class _Replay:
-    """What a call needs of one entry, looked up once."""
-
-    def __init__(self, key: EntryKey, entry: Entry, model: CompiledModel) -> None:
-        mode, descriptor = key
-        self.entry, self.steps, self.size = entry, entry.steps, descriptor.num_tokens
-        self.name = f"{mode.value}:{descriptor.num_tokens}"
-        """Under which the entry is counted."""
-        self.is_full, self.uniform = mode is Mode.FULL, descriptor.uniform
-        self.reads_metadata = model.reads_metadata
-        self._outputs = model.outputs
-        self._cut: dict[int, list[torch.Tensor]] = {}
-
-    def results(self, rows: int) -> list[torch.Tensor]:
-        """Return views of the true rows of the entry's results, in a list of the caller's."""
-        found = self._cut.get(rows)
-        if found is None:
-            whole = self.entry.outputs
-            found = whole if rows == self.size else self._outputs.cut(whole, rows)
-            self._cut[rows] = found
-        return list(found)
-
-
-def _check_input(workspace: Workspace, spec: InputSpec, value: Any, num_tokens: int) -> int:
-    """Return the row count after checking one input against its buffer."""
-    buffer, dims = workspace.buffers[spec.name], spec.dims
-    if not isinstance(value, torch.Tensor) or value.dtype != buffer.dtype:
-        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        raise BatchError(f"{spec.name}: got {got}, a tensor of {buffer.dtype} is needed.")
-    shape, wanted = list(value.shape), list(buffer.shape)
-    rows = num_tokens
-    if dims and dims[0] < len(shape):
-        rows = shape[dims[0]]
-        for dim in dims:
-            wanted[dim] = rows
-    if shape != wanted:
-        words = ["rows" if d in dims else str(n) for d, n in enumerate(buffer.shape)]
-        raise BatchError(f"{spec.name}: got shape {tuple(shape)}, [{', '.join(words)}] is needed.")
-    if not dims:
-        return num_tokens
-    if rows < 1 or num_tokens not in (-1, rows):
-        before = f", the inputs before it have {num_tokens}" if num_tokens != -1 else ""
-        raise BatchError(
-            f"{spec.name}: got {rows} rows{before}; all inputs need the same number, at least 1."
-        )
-    return rows
-
-
-def _input_views(table: GraphTable, memory: Workspace) -> list[int]:
-    """Return the graph results that are views of the runner's input buffers, by index.
-
-    `outputs=view` clones these: passed to the next call, one would be copied onto itself.
-    """
-    buffers = {b.untyped_storage().data_ptr() for b in memory.buffers.values()} - {0}
-    return sorted(
-        {
-            at
-            for entry in table.entries.values()
-            for at, result in enumerate(entry.outputs)
-            if result.untyped_storage().data_ptr() in buffers
-        }
-    )
-
-
-def _poison(table: GraphTable, entry: Entry) -> None:
-    """Fill what every other entry's segments allocated with NaN, as pool sharing may."""
-    for other in table.entries.values():
-        for tensor in other.owned if other is not entry else ():
-            tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(0)

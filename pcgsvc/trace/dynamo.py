@@ -26,8 +26,9 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
-from pcgsvc.forward.objects import containers_in, tensors_of
+from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.specs import InputSpec
+from pcgsvc.forward.state import Attributes
 from pcgsvc.ops import breaks, context
 from pcgsvc.trace.backend import DynamoCapture
 from pcgsvc.trace.canonical import Canonical
@@ -176,34 +177,3 @@ def _explain(error: Exception, names: Sequence[str]) -> str:
         "Ways out: compute it in __init__; or wrap it in a @pcgsvc.splitting_op, which runs "
         "outside the graphs; or set partition.strategy=breakable, which traces nothing."
     )
-
-
-class Attributes:
-    """The Python state of a module tree, to put back after tracing."""
-
-    def __init__(self, module: Callable[..., Any]) -> None:
-        self._saved = [(name, held, held.copy()) for name, held in containers_in(module)]
-
-    def restore(self) -> dict[str, Any]:
-        """Put everything back; return what tracing had changed, by dotted name; None if removed."""
-        changed: dict[str, Any] = {}
-        for name, held, before in self._saved:
-            if _same_content(held, before):
-                continue
-            if isinstance(held, dict):
-                keys = dict.fromkeys([*before, *held])
-                differ = [k for k in keys if held.get(k, self) is not before.get(k, self)]
-                changed |= {f"{name}{key}": held.get(key) for key in differ}
-            else:
-                changed[name] = held
-            held.clear()
-            held.extend(before) if isinstance(held, list) else held.update(before)
-        return changed
-
-
-def _same_content(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-    return bool(a == b)

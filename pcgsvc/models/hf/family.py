@@ -15,6 +15,7 @@ from pcgsvc import torch_private
 from pcgsvc.config import Config
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.hf import attention, probe, reference, weights
+from pcgsvc.models.hf.generation import sampling_of
 from pcgsvc.models.hf.positions import first_position
 from pcgsvc.models.hf.source import open_source
 from pcgsvc.models.hf.tokenizer import has_tokenizer, load_tokenizer
@@ -43,6 +44,14 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
     source = open_source(config.model)
     with torch_private.real_tensors():  # it watches a forward on the meta device
         known = probe.spec_of_source(source)
+    tokenizer = load_tokenizer(source)
+    if getattr(source.config, "auto_map", None):
+        logger.warning(
+            "%s: '%s' asks for code of its own (auto_map), which is not run; transformers' own "
+            "class is used",
+            source.setting,
+            source.label,
+        )
     attention.register()
     model = weights.build(
         source, attention.IMPLEMENTATION, device=device, dtype=dtype, seed=config.seed
@@ -61,5 +70,10 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
         error = reference.check(source, expected, module, spec, kind, dtype=dtype)
         logger.info("logits equal transformers' own within %.2g", error)
     return language_bundle(
-        module, spec, vocab, tokenizer=load_tokenizer(source), facts=source.facts()
+        module,
+        spec,
+        vocab,
+        tokenizer=tokenizer,
+        sampling=sampling_of(source),
+        facts=source.facts(),
     )

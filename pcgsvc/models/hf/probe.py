@@ -11,6 +11,7 @@ positions, which is evaluated far beyond the few tokens of the probe.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
 from collections.abc import Callable, Iterator
@@ -20,11 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.extras import require
 from pcgsvc.models.hf import masks
 from pcgsvc.models.hf.positions import first_position
-from pcgsvc.models.hf.source import Source
+from pcgsvc.models.hf.source import OWN_ATTENTION, Source
 from pcgsvc.models.hf.weights import implementation, make
 from pcgsvc.ops.attention import AttentionSpec
 
@@ -92,7 +94,7 @@ def spec_of_source(source: Source) -> AttentionSpec | None:
     """Return what the model's attention needs, from its config alone: nothing is allocated.
 
     Returns:
-        None if the forward reads values and so needs real tensors: `spec_of_model`.
+        None if the forward reads values and so needs real tensors, see `spec_of_model`.
 
     Raises:
         ConfigError: the model is refused, by name.
@@ -100,13 +102,18 @@ def spec_of_source(source: Source) -> AttentionSpec | None:
     _register()
     meta = torch.device("meta")
     model = make(source, IMPLEMENTATION, "batched_mm", device=meta, dtype=torch.float32)
-    try:
-        return _watch(source, model, meta)
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a model does that needs values
-        logger.info("the forward needs real tensors (%s); it is probed when it is built", error)
-        return None
+    # With fake tensors, since some forwards make tensors on the CPU beside those they are given.
+    for mode, name in ((contextlib.nullcontext(), "meta"), (torch_private.fake_tensors(), "cpu")):
+        try:
+            with mode:
+                return _watch(source, model.to_empty(device=name), torch.device(name))
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a model does that needs values
+            logger.info("the forward needs more than tensors without values (%s)", error)
+    if not model._supports_attention_backend:  # as transformers says of the model's class
+        raise source.refuse(OWN_ATTENTION)
+    return None
 
 
 def spec_of_model(source: Source, model: nn.Module) -> AttentionSpec:
@@ -148,10 +155,7 @@ def _watch(source: Source, model: nn.Module, device: torch.device) -> AttentionS
 def _summary(notes: Notes) -> AttentionSpec:
     calls, source = notes.calls, notes.source
     if not calls:
-        raise source.refuse(
-            "its forward never calls transformers' attention interface; it has attention code of "
-            "its own, or none."
-        )
+        raise source.refuse(OWN_ATTENTION)
     for name in ("heads", "kv_heads", "head_dim", "scale", "softcap"):
         values = sorted({getattr(call, name) for call in calls}, key=str)
         if len(values) > 1:
@@ -185,7 +189,8 @@ def _note_mask(*args: Any, mask_function: Callable[..., Any], **settings: Any) -
     notes = _NOTES.get()
     token = torch.empty(1, 1, _TOKENS, _TOKENS, dtype=torch.bool)
     try:
-        notes.masks.append((token, masks.window(mask_function, notes.max_position)))
+        with torch_private.real_tensors():
+            notes.masks.append((token, masks.window(mask_function, notes.max_position)))
     except masks.MaskError as error:
         notes.masks.append((token, error))
     return token

@@ -15,12 +15,18 @@ from typing import Any
 
 from pcgsvc.config import ModelConfig
 from pcgsvc.errors import ConfigError, near
+from pcgsvc.forward.plain import words_of
 from pcgsvc.models.extras import require
 from pcgsvc.models.files import read_json
-from pcgsvc.models.targets import words_of
 
 _SHIPPED = Path(__file__).with_name("configs")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_ALIBI = ("bloom", "mpt")
+"""Types whose config does not state the bias that all of them have."""
+OWN_ATTENTION = (
+    "its forward never calls transformers' attention interface; it has attention code of its own, "
+    "or none."
+)
 _NO_FACT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 
 
@@ -59,8 +65,8 @@ class Source:
         their scaling would set in: beyond it, a request's result would depend on its neighbours.
         """
         text = self.config.get_text_config(decoder=True)
-        longest = getattr(text, "max_position_embeddings", None)
-        if not isinstance(longest, int) or longest < 1:
+        longest = _stated_positions(text)
+        if not longest:
             raise self.refuse("its config states no max_position_embeddings.")
         lengths = [
             rope.get("original_max_position_embeddings", longest)
@@ -97,6 +103,12 @@ def ropes(config: Any) -> Iterator[dict[str, Any]]:
         yield from (r for r in rope.values() if isinstance(r, dict))
 
 
+def _stated_positions(text: Any) -> int:
+    """Return a text config's max_position_embeddings, or 0."""
+    longest = getattr(text, "max_position_embeddings", None)
+    return max(longest, 0) if isinstance(longest, int) else 0
+
+
 def open_source(model: ModelConfig) -> Source:
     """Read the config that `model.path` or `model.config` names, and refuse what it rules out.
 
@@ -118,6 +130,11 @@ def open_source(model: ModelConfig) -> Source:
         )
     source = _of_path(model.path) if model.path is not None else _of_config(str(model.config))
     _refuse_by_config(source)
+    if source.path and not source.gguf and not any(source.path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path: '{source.label}' holds no .safetensors file; other formats can run code "
+            "when they are read and are not."
+        )
     return source
 
 
@@ -136,11 +153,6 @@ def _of_path(given: str) -> Source:
     if gguf:
         for package in ("gguf", "accelerate"):  # accelerate: transformers loads no GGUF without it
             require(package, "hf")
-    elif not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.path: '{given}' holds no .safetensors file; other formats can run code when "
-            "they are read and are not."
-        )
     try:
         if gguf:
             found = _gguf_config(path, path.stat().st_mtime_ns)
@@ -199,11 +211,14 @@ def _of_config(given: str) -> Source:
 
 
 def _read_config(setting: str, path: Path) -> dict[str, Any]:
+    """Return a config.json; one that names code of its own is taken for its `model_type` alone."""
     values: dict[str, Any] = read_json(path, setting=setting)
-    if "auto_map" in values:
+    kind = values.get("model_type")
+    if "auto_map" in values and kind not in require("transformers", "hf").CONFIG_MAPPING:
         raise ConfigError(
-            f"{setting}: '{path}' asks for code of its own (auto_map), which is not run. Use "
-            "pcgsvc.build_runner with a module that you have imported yourself."
+            f"{setting}: '{path}' asks for code of its own (auto_map), which is not run, and "
+            f"transformers has no model of the type {kind!r}. Use pcgsvc.build_runner with a "
+            "module that you have imported yourself."
         )
     return values
 
@@ -214,23 +229,39 @@ def _refuse_by_config(source: Source) -> None:
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or []
     strange = sorted({str(kind) for kind in kinds} - set(_LAYER_TYPES))
+    named = f"layers of the kind {', '.join(strange)}" if strange else "all layers"
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for wrong, reason in (
         (
             getattr(config, "is_encoder_decoder", False),
             "it is an encoder with a decoder, and cross attention is not supported.",
         ),
         (
-            type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+            model is None,
             "transformers has no causal language model of this type.",
         ),
         (
-            bool(strange),
-            f"it has layers of the kind {', '.join(strange)}; those supported are "
-            f"{' and '.join(_LAYER_TYPES)}.",
+            getattr(model, "_is_stateful", False) or "linear_attention" in strange,
+            f"it is recurrent: a state is kept from token to token ({named}), which is not "
+            "supported.",
         ),
         (
-            bool(getattr(text, "alibi", False) or getattr(text, "use_alibi", False)),
+            bool(strange),
+            f"it has {named}; those supported are {' and '.join(_LAYER_TYPES)}.",
+        ),
+        (
+            getattr(text, "attn_temperature_tuning", False)
+            and 0 in getattr(text, "no_rope_layers", ()),
+            "its layers without rotary positions scale queries by the row of a step and not by "
+            "positions, as transformers' Llama 4 does (attn_temperature_tuning).",
+        ),
+        (
+            config.model_type in _ALIBI or any(getattr(text, k, 0) for k in ("alibi", "use_alibi")),
             "its attention has an ALiBi bias, which is not supported.",
+        ),
+        (
+            not (_stated_positions(text) or getattr(model, "_supports_attention_backend", 0)),
+            OWN_ATTENTION,
         ),
         (
             getattr(text, "add_cross_attention", False),
@@ -244,4 +275,3 @@ def _refuse_by_config(source: Source) -> None:
     ):
         if wrong:
             raise source.refuse(reason)
-    source.max_position()

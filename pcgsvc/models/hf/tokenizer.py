@@ -6,14 +6,13 @@ In: a `Source`. Out: a `base.Tokenizer`, or None. Knows nothing of models.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.bundle import Tokenizer
 from pcgsvc.models.extras import require
-from pcgsvc.models.files import read_json
 from pcgsvc.models.gguf_file import GgufFile
+from pcgsvc.models.hf.generation import generation_config
 from pcgsvc.models.hf.source import Source
 from pcgsvc.models.tokenizer import GgufTokenizer, unsupported
 
@@ -58,8 +57,10 @@ class HfTokenizer:
                 source.folder, local_files_only=True, trust_remote_code=False, **options
             )
         except Exception as error:
+            own = "it asks for code of its own (auto_map), which is not run."
             raise ConfigError(
-                f"{source.setting}: the tokenizer of '{source.label}' cannot be read: {error}"
+                f"{source.setting}: the tokenizer of '{source.label}' cannot be read: "
+                f"{own if 'trust_remote_code' in str(error) else error}"
             ) from error
         ends = {self._tokenizer.eos_token_id, *_ends(source)}
         self.eos_token_ids = frozenset(end for end in ends if isinstance(end, int))
@@ -91,8 +92,6 @@ class HfTokenizer:
 
 def _ends(source: Source) -> list[Any]:
     """Return the end tokens of the config and of generation_config.json."""
-    found: list[Any] = [getattr(source.config, "eos_token_id", None)]
-    file = (source.folder or Path()) / "generation_config.json"
-    if source.gguf is None and file.is_file():
-        found.append(read_json(file, setting=source.setting).get("eos_token_id"))
+    config, generation = source.config, generation_config(source)
+    found = [getattr(config, "eos_token_id", None), generation.get("eos_token_id")]
     return [end for ends in found for end in (ends if isinstance(ends, list) else [ends])]

@@ -1,0 +1,107 @@
+"""Settings of which one word is chosen: enums whose values are the words of the YAML files."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Mode(enum.Enum):
+    """Which CUDA graphs serve which batches; the last two are (uniform decode, everything else)."""
+
+    NONE = "none"
+    PIECEWISE = "piecewise"
+    FULL = "full"
+    FULL_DECODE_ONLY = "full_decode_only"
+    FULL_AND_PIECEWISE = "full_and_piecewise"
+
+
+class Strategy(enum.Enum):
+    """Where the graph is split: before the compiler, after fusion, or while capturing."""
+
+    FX = "fx"
+    INDUCTOR = "inductor"
+    BREAKABLE = "breakable"
+
+
+class Compiler(enum.Enum):
+    """What compiles a region."""
+
+    EAGER = "eager"
+    INDUCTOR = "inductor"
+
+
+class OnMismatch(enum.Enum):
+    """What happens to a region whose compiled form computes something else than its ops."""
+
+    ERROR = "error"
+    EAGER = "eager"
+
+
+class Graphs(enum.Enum):
+    """What a captured segment is: a CUDA graph, a recording on the CPU, or nothing."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    RECORDED = "recorded"
+    OFF = "off"
+
+
+class OnUncovered(enum.Enum):
+    """What happens to a call that no captured graph serves."""
+
+    RUN = "run"
+    ERROR = "error"
+
+
+class Outputs(enum.Enum):
+    """Whose memory a call's results are in."""
+
+    CLONE = "clone"
+    VIEW = "view"
+
+
+class CacheMode(enum.Enum):
+    """What the disk cache may do."""
+
+    READWRITE = "readwrite"
+    READ = "read"
+    OFF = "off"
+    REFRESH = "refresh"
+
+
+class CacheAction(enum.Enum):
+    """What `job=cache` does."""
+
+    LS = "ls"
+    EXPLAIN = "explain"
+    CHECK = "check"
+    CLEAR = "clear"
+    EXPORT = "export"
+    IMPORT = "import"
+
+
+class ErrorMode(enum.Enum):
+    """torch.cuda's capture error modes: whose CUDA calls may invalidate a running capture."""
+
+    GLOBAL = "global"
+    THREAD_LOCAL = "thread_local"
+    RELAXED = "relaxed"
+
+
+class MoeBackend(enum.Enum):
+    """Where the experts of a mixture are: all here, or spread over a process group."""
+
+    LOCAL = "local"
+    ALL_TO_ALL = "all_to_all"
+
+
+class Job(enum.Enum):
+    """What `python -m pcgsvc` does."""
+
+    RUN = "run"
+    COMPILE = "compile"
+    PLAN = "plan"
+    CACHE = "cache"
+    COMPARE = "compare"
+    CONFIG = "config"
+    SIZES = "sizes"

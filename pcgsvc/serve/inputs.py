@@ -1,0 +1,79 @@
+"""A call's arguments -> its input tensors by name, and its row count.
+
+In: the forward's arguments and the input buffers. Out: tensors that fit them, or a `BatchError`;
+nothing is copied. Knows nothing of batches and graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pcgsvc.errors import BatchError
+from pcgsvc.forward.arguments import Arguments
+from pcgsvc.forward.specs import InputSpec
+from pcgsvc.forward.workspace import Workspace
+
+
+class InputBinder:
+    """Matches arguments with input buffers; remembers the shapes that fitted."""
+
+    def __init__(self, arguments: Arguments, memory: Workspace) -> None:
+        self._arguments, self._memory = arguments, memory
+        self._in_order = arguments.by_position
+        self._names = [spec.name for spec in memory.inputs]
+        self._shapes: list[dict[torch.Size, int]] = [{} for _ in memory.inputs]
+        """Shapes that each input was found to fit with, and the row count that they mean."""
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Return a call's input tensors by name, as they were passed, and its row count.
+
+        Raises:
+            BatchError: an argument does not fit its buffer, or another argument.
+        """
+        specs, max_tokens = self._memory.inputs, self._memory.max_tokens
+        if self._in_order and len(args) == len(specs) and not kwargs:
+            given = dict(zip(self._names, args, strict=True))
+        else:
+            given = self._arguments.bind(args, kwargs)
+        num_tokens = -1
+        for spec, shapes in zip(specs, self._shapes, strict=True):
+            value = given[spec.name]
+            if type(value) is torch.Tensor and value.dtype is spec.example.dtype:
+                rows = shapes.get(value.shape)
+                if rows is not None and num_tokens in (-1, rows):
+                    num_tokens = rows
+                    continue
+            num_tokens = _check_input(spec, self._memory.buffers[spec.name], value, num_tokens)
+            if spec.dims and num_tokens <= max_tokens:
+                shapes[value.shape] = num_tokens
+        return given, num_tokens
+
+
+def _check_input(spec: InputSpec, buffer: torch.Tensor, value: Any, num_tokens: int) -> int:
+    """Return the row count after checking one input against its buffer."""
+    dims = spec.dims
+    if not isinstance(value, torch.Tensor) or value.dtype != buffer.dtype:
+        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise BatchError(f"{spec.name}: got {got}, a tensor of {buffer.dtype} is needed.")
+    shape, wanted = list(value.shape), list(buffer.shape)
+    rows = num_tokens
+    if dims and dims[0] < len(shape):
+        rows = shape[dims[0]]
+        for dim in dims:
+            wanted[dim] = rows
+    if shape != wanted:
+        words = ["rows" if d in dims else str(n) for d, n in enumerate(buffer.shape)]
+        raise BatchError(f"{spec.name}: got shape {tuple(shape)}, [{', '.join(words)}] is needed.")
+    if not dims:
+        return num_tokens
+    if rows < 1 or num_tokens not in (-1, rows):
+        before = f", the inputs before it have {num_tokens}" if num_tokens != -1 else ""
+        raise BatchError(
+            f"{spec.name}: got {rows} rows{before}; all inputs need the same number, at least 1."
+        )
+    return rows
