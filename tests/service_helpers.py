@@ -52,10 +52,11 @@ def wait_for(condition: object, timeout_s: float = 60) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "nothing happened in time"
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
@@ -65,7 +66,7 @@ def _free_port() -> int:
 @contextlib.contextmanager
 def serving(cache: Path, log: Path, words: str = TINY, **settings: object) -> Iterator[Server]:
     """Start the service with a cache folder and settings of `service.app`, and end it."""
-    port = _free_port()
+    port = free_port()
     environment = os.environ | {
         "SERVICE_GENERATE": f"{words} cache.dir={cache}",
         "OMP_NUM_THREADS": "1",
