@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from pcgsvc.errors import PcgError
 from pcgsvc.models.extras import require
 from pcgsvc.serve.runner import Runner
 
@@ -107,7 +108,9 @@ class _Watched:
         if runner is None:
             return
         with runner.lock:  # one state of all counts
-            if runner.closed:
+            try:
+                runner.ensure_open()
+            except PcgError:
                 return
             stats, counts, total = runner.stats(), list(self._counts), self._sum
             blocks = runner.blocks

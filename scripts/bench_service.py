@@ -31,7 +31,7 @@ from service.load import Answer, figures, load  # noqa: E402
 
 MODEL = (
     "model=smollm2 device=cpu compiler=eager attention.max_model_len=128 "
-    "capture.sizes=[1,2,4,8,16,32,64,128] attention.max_num_reqs=64"
+    "capture.sizes=[1,8,32,64,128] capture.self_check=false attention.max_num_reqs=64"
 )
 PORT = 8765
 

@@ -20,7 +20,7 @@ pytest.importorskip("uvicorn")
 
 from service_helpers import free_port, wait_for  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = ROOT / "examples" / "service" / "Dockerfile"
 NOT_HERE = ("useradd",)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,8 +78,7 @@ class Runner:
             skipped=table.skipped,
             predicate=model.predicate,
         )
-        geometry = memory.geometry
-        self.blocks = None if geometry is None else BlockAllocator(geometry)
+        self.blocks = None if memory.geometry is None else BlockAllocator(memory.geometry)
         """Gives out the KV blocks that callers may use; None for models without attention."""
         self.report = report
         """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
@@ -90,7 +88,6 @@ class Runner:
         self._running = False
         self._autocast_met = False
         self._counts = CallCounts(config, self.dispatch, table)
-        self._listeners: list[Callable[[float], None]] = []
         static = memory.static_tensors if config.debug.check_addresses else None
         self._weights = Weights(model.module, memory.tensors, static)
         self._plain_calls: dict[int, tuple[CheckedBatch, bool, EntryKey | None]] = {}
@@ -137,14 +134,9 @@ class Runner:
             if grad:
                 torch_private.set_grad(False)
             try:
-                if not self._listeners:
-                    return self._call(args, kwargs, batch)
-                started = time.perf_counter()
-                result = self._call(args, kwargs, batch)
-                seconds = time.perf_counter() - started
-                for listen in self._listeners:
-                    listen(seconds)
-                return result
+                if self._counts.listeners:
+                    return self._counts.timed(self._call, args, kwargs, batch)
+                return self._call(args, kwargs, batch)
             finally:
                 self._running = False
                 if grad:
@@ -277,12 +269,9 @@ class Runner:
             return self._counts.stats()
 
     def time_calls(self, listener: Callable[[float], None]) -> None:
-        """Have a function told each call's seconds, under the runner's lock, until it is closed.
-
-        On CUDA a call is over when its work is launched. Without listeners no time is taken.
-        """
+        """Have a function told each call's seconds, under the lock; CUDA's until launched."""
         with self.lock:
-            self._listeners.append(listener)
+            self._counts.listeners.append(listener)
 
     def reset_stats(self) -> None:
         """Forget all counts, so that `stats()` speaks of what follows."""
@@ -326,11 +315,6 @@ class Runner:
             "a Runner cannot be copied or pickled: graphs belong to the process that made them. "
             "Call pcgsvc.load_runner(...) where it is needed; it starts warm from the disk cache."
         )
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     def ensure_open(self) -> None:
         """Raise PcgError if the runner is closed."""
