@@ -174,6 +174,10 @@ def build_runner(
         VerifyError: a captured entry does not give what the module gives; `report` has the rows.
     """
     with _shown(_BUILD):
+        if progress is not None and not all(
+            callable(getattr(progress, name, None)) for name in ("start", "advance", "stop")
+        ):
+            raise ConfigError(f"progress: got {progress!r}, a pcgsvc.events.Progress is needed.")
         request = request_for(
             module,
             example_inputs,
@@ -230,6 +234,10 @@ _WORD = {"compiler": "name", "attention": "name", "cache": "mode"}
 def _with_settings(config: Config, named: Mapping[str, Any]) -> Config:
     """Return a config with settings replaced; a word stands for a group's first setting."""
     tree = dict(plain(dict(named)))
+    for name in tree:
+        if "." in name:
+            group, _, rest = name.partition(".")
+            raise ConfigError(f"{name}: a group is a dict here: {group}={{{rest!r}: …}}.")
     for group, name in _WORD.items():
         if group in tree and not isinstance(tree[group], Mapping | type(getattr(config, group))):
             word = tree[group]

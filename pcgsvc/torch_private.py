@@ -180,6 +180,11 @@ def is_op_failure(error: BaseException | None) -> bool:
     return isinstance(error, TorchRuntimeError)
 
 
+def is_fake_limit(error: BaseException | None) -> bool:
+    """Return whether an error says that a tensor without memory has no values to read."""
+    return type(error).__module__ == "torch._subclasses.fake_tensor"
+
+
 def side_effects() -> list[str]:
     """Return the sources whose Python state the running trace changes (inside a backend hook).
 
@@ -427,6 +432,17 @@ def stop_compile_workers() -> None:
 
     if hasattr(async_compile, "shutdown_compile_workers"):  # else torch ends them at exit
         async_compile.shutdown_compile_workers()
+
+
+def forget_loaded_code() -> None:
+    """Forget the code that Inductor has loaded in this process; what holds some of it keeps it.
+
+    It is found by the hash of its source, so a wrong library would be taken again.
+    """
+    if "torch._inductor.codecache" in sys.modules:
+        from torch._inductor.utils import clear_caches
+
+        clear_caches()
 
 
 def count_kernels(source: str) -> int:
@@ -732,6 +748,17 @@ def pool_ranges(pools: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 # ---- jobs ----------------------------------------------------------------------------------------
+
+
+def cpp_compiler() -> str | None:
+    """Return the C++ compiler that Inductor would call, or None if it finds none that runs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return None
 
 
 def op_exists(name: str) -> bool:

@@ -114,6 +114,8 @@ def make_report(
             "size": s,
             "host_us": time(m, s) / 2,
             "step_us": time(m, s),
+            "step_low_us": 0.9 * time(m, s),
+            "step_high_us": 1.5 * time(m, s),
             "plain_us": plain(m, s),
             "region_us": 1.0,
             "boundary_us": 1.0,

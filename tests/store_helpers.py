@@ -15,6 +15,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pcgsvc.cache.root import open_data_folder
 from pcgsvc.cache.store import Store
 from pcgsvc.config import CacheMode
@@ -167,3 +169,15 @@ def damage_entry(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *arguments: str) -> Iterator[None]:
+    folder.mkdir(exist_ok=True)
+    mount = subprocess.run(["mount", *arguments, str(folder)], capture_output=True)
+    if mount.returncode:
+        pytest.skip(f"cannot mount here: {mount.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -8,14 +8,16 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from core_helpers import WIDTH, attended, build, make_config, rows
 from model_helpers import make_context
 from torch import nn
+from warm_helpers import Sources
 
 import pcgsvc
-from pcgsvc.errors import BatchError, ConfigError, VerifyError
+from pcgsvc.errors import BatchError, ConfigError, StaleAddressError, TraceError, VerifyError
 from pcgsvc.forward.results import flatten
 from pcgsvc.ops.attention import AttentionSpec
 from pcgsvc.ops.context import use_context
@@ -188,6 +190,57 @@ def test_a_constant_that_the_caller_changes_in_place_is_noticed(kind: str) -> No
         with pytest.raises(BatchError, match="settings: got"):
             runner(rows(3), value)
         assert torch.equal(runner(rows(3)), wanted)
+
+
+NEW: dict[str, Callable[[float], Any]] = {
+    "mapping proxy": lambda value: types.MappingProxyType({"scale": value}),
+    "array": lambda value: np.full(int(value), 2.0),
+}
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_a_constant_that_is_equal_and_new_is_taken_and_another_is_refused(kind: str) -> None:
+    def forward(x: torch.Tensor, settings: Any) -> torch.Tensor:
+        by = settings.shape[0] if isinstance(settings, np.ndarray) else settings["scale"]
+        return attended(x * by)
+
+    with build(forward, {"x": rows(3), "settings": NEW[kind](2.0)}, {"x": 0}, sizes=[4]) as runner:
+        assert torch.equal(runner(rows(3), NEW[kind](2.0)), rows(3) * 4)
+        with pytest.raises(BatchError, match="settings: got"):
+            runner(rows(3), NEW[kind](3.0))
+
+
+@pytest.mark.parametrize("way", ["closure", "attribute"])
+def test_a_tensor_of_another_module_may_be_written_and_not_be_replaced(
+    sources: Sources, way: str
+) -> None:
+    text = "import torch\nscale = torch.ones(4)\ndef scaled(x): return x * scale"
+    other = sources.load("pcgtest_other", text)
+    holder = types.SimpleNamespace(other=other)
+    forwards = {
+        "closure": lambda x: attended(other.scaled(x)),
+        "attribute": lambda x: attended(holder.other.scaled(x)),
+    }
+    with build(forwards[way], sizes=[4]) as runner:
+        other.scale.mul_(2)
+        assert torch.equal(runner(rows(3)), rows(3) * 4)
+        other.scale = torch.full((WIDTH,), 7.0)
+        with pytest.raises(StaleAddressError, match=r"other\.scale: its memory was replaced"):
+            runner(rows(3))
+
+
+@pytest.mark.parametrize("mode", ["none", "piecewise"])
+def test_a_returned_parameter_is_refused_by_its_name(mode: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return attended(x) * self.scale, self.scale
+
+    with pytest.raises(TraceError, match=r"result leaf 1: .*own 'scale'.*\.clone\(\)"):
+        build(Tied().eval(), mode=mode)
 
 
 def test_a_fixed_nan_may_be_passed_again() -> None:

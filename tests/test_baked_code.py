@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from core_helpers import WIDTH, attended
+from torch import nn
+from warm_helpers import Starter
 
 import pcgsvc
 from pcgsvc.program.forms import NotCanonicalError, reach_digest, replaced_functions
@@ -49,6 +54,47 @@ def test_a_function_of_torch_s_that_was_replaced_is_in_the_key(
     assert name == "Tensor.tanh"
     monkeypatch.setattr(torch.Tensor, "tanh", _modules("3.0")[0])
     assert tuple(replaced_functions().values()) != one
+
+
+def _doubled(x: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+    return x * 2
+
+
+SCALE = torch.full((WIDTH,), 3.0)
+
+
+def _scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return attended(torch.sigmoid(self.act(x))) + 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "own", "reason"),
+    [
+        (torch, "sigmoid", _doubled, r"torch\.replaced\.torch\.sigmoid"),
+        (torch, "sigmoid", _scaled, r"torch\.sigmoid is replaced by another: it reads .*SCALE"),
+        (nn.functional, "silu", _doubled, r"torch\.replaced\.torch\.nn\.functional\.silu"),
+    ],
+)
+def test_a_program_of_torch_s_own_function_is_not_loaded_for_another(
+    start: Starter, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, own: Any, reason: str
+) -> None:
+    assert not start(Gated()).warm
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, own)
+        other = start(Gated())
+        assert (other.warm, other.right) == (False, True)
+        assert re.search(reason, other.reasons)
+    again = start(Gated())
+    assert (again.warm, again.right) == (True, True)
 
 
 def test_an_op_whose_composite_body_only_the_dispatcher_has_is_not_stored() -> None:

@@ -208,14 +208,51 @@ def test_a_compiled_program_that_draws_random_numbers_is_built_uncompared_in_mod
         assert runner.report["warnings"] == []
 
 
+@pytest.mark.slow
+def test_inductors_random_numbers_are_named_and_not_compared(tmp_path: Path) -> None:
+    """Inductor draws other numbers than the ops themselves, cold and warm."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return attended(nn.functional.dropout(x, 0.5, training=True))
+
+    config = make_config("none", compiler="inductor")
+    config.cache = CacheConfig(dir=str(tmp_path))
+    for start in ("cold", "warm"):
+        with pcgsvc.build_runner(forward, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
+            assert runner.report["compile"]["start"] == start
+            (warning,) = runner.report["warnings"]
+            assert "was not compared with the module: the forward draws random" in warning
+            kept = runner(rows(8)) != 0
+        assert kept.any()
+        assert not kept.all()
+    config = make_config("piecewise", compiler="inductor")
+    with pytest.raises(VerifyError, match=r"draws random numbers \(aten::dropout\)"):
+        pcgsvc.build_runner(forward, rows(3), dynamic_dims={"x": 0}, config=config)
+
+
 def test_a_count_that_a_splitting_op_keeps_is_called_host_state_that_changes() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
         torch.ops.check.counting(x, out)
         return out + 1
 
-    with pytest.raises(VerifyError, match="host state that changes from call to call"):
+    with pytest.raises(VerifyError, match="host state that changes from call to call") as caught:
         build(forward, mode="none")
+    assert caught.value.report is not None  # though nothing was captured
+    assert caught.value.report["compile"]["start"] == "cold"
+
+
+def test_a_row_count_that_the_module_refuses_is_named_where_capture_does_not_skip_it() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return attended(x) + torch.zeros(5, WIDTH)[torch.arange(x.shape[0])]
+
+    words = "not compared with the module at 8 rows: the forward raises IndexError"
+    with build(forward, mode="none", sizes=[4, 8]) as runner:
+        (warning,) = runner.report["warnings"]
+        assert words in warning
+    with build(forward, sizes=[4, 8]) as runner:
+        assert runner.report["warnings"] == []
+        assert [skipped["size"] for skipped in runner.report["graphs"]["skipped"]] == [8]
 
 
 def test_a_forward_that_asks_whether_it_is_traced_is_found_in_every_mode() -> None:

@@ -312,6 +312,17 @@ def test_each_panel_shows_each_job() -> None:
     assert long.get_ydata()[8] == pytest.approx(100 * 7 / 16)
 
 
+def test_marks_of_step_times_have_bars_from_the_fastest_to_the_slowest_run() -> None:
+    without = make_report("piecewise", [8])
+    for name in ("step_low_us", "step_high_us"):  # as reports were before they had them
+        del without["bench"][0][name]
+    rows = [make_row("0", make_report("piecewise", [4], time=lambda m, s: 100.0))]
+    (bar,) = panels([*rows, make_row("1", without)])["Step time of all other batches"].collections
+    ((low, high),) = bar.get_segments()
+    assert low.tolist() == pytest.approx([4, 90])
+    assert high.tolist() == pytest.approx([4, 150])
+
+
 def test_a_picture_of_many_jobs_colours_the_front_and_names_what_is_grey_or_missing() -> None:
     rows = [
         make_row(str(at), make_report("full", time=lambda m, s, at=at: 100.0 + at))

@@ -9,6 +9,7 @@ import textwrap
 import typing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 from hydra.version import VersionBase
 from omegaconf import OmegaConf
+from packaging.specifiers import SpecifierSet
 
 import pcgsvc
 from pcgsvc.config import CacheMode, Compiler, Config, Mode
@@ -328,6 +330,63 @@ def test_a_bad_value_anywhere_in_a_sweep_is_one_config_error(overrides: list[str
         compose_command(overrides, multirun=True)
 
 
+# ---- habits --------------------------------------------------------------------------------------
+
+
+def test_variables_of_ones_own_go_into_the_user_group() -> None:
+    words = ["user.width=64", "model.num_layers=3", "model.hidden_size=${user.width}"]
+    config = pcgsvc.load_config([*words, "seed=${model.num_layers}"])
+    assert (config.user, config.model.hidden_size, config.seed) == ({"width": 64}, 64, 3)
+    config = pcgsvc.load_config(config={"user": {"deep": {"n": 2}}, "mode": "none"})
+    assert config.user == {"deep": {"n": 2}}
+
+
+@pytest.fixture
+def own_groups(tmp_path: Path) -> str:
+    (tmp_path / "exp").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "exp" / f"{name}.yaml").write_text("# @package _global_\nseed: 3\n")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"), [("exp=two", r"\+exp=two"), ("exp=tow", r"\+exp=one\. Options: one, two")]
+)
+def test_an_option_of_a_group_without_its_plus_is_answered_with_the_plus(
+    own_groups: str, given: str, answer: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^exp: no defaults list names .* plus: {answer}"):
+        pcgsvc.load_config([given], config_dir=own_groups)
+    assert pcgsvc.load_config(["+exp=two"], config_dir=own_groups).seed == 3
+
+
+@pytest.mark.parametrize("path", ["model", "attention", "seed", "capture.sizes", "user"])
+def test_a_setting_is_not_removed(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^~{path}: .* {path}=… gives it another value"):
+        pcgsvc.load_config([f"~{path}"])
+
+
+def test_what_is_ones_own_is_removed() -> None:
+    config = pcgsvc.load_config(["user.a=1", "user.b=2", "~user.a", "~preset"])
+    assert config.user == {"b": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("bench=off", "bench.enabled=false"),
+        ("bench=true", "bench.enabled=true"),
+        ("cache=off", "cache.mode=off"),
+        ("partition=breakable", "partition.strategy=breakable"),
+        ("capture=off", "capture.graphs=off"),
+    ],
+)
+def test_a_word_in_place_of_a_group_is_answered_with_the_setting(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {meant}\\?"):
+        pcgsvc.load_config([given])
+    pcgsvc.load_config([meant])
+
+
 # ---- a host that uses Hydra ----------------------------------------------------------------------
 
 
@@ -468,3 +527,16 @@ def test_import_is_cheap_and_touches_nothing() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
+
+
+def test_a_target_in_the_settings_is_refused_and_not_run() -> None:
+    with pytest.raises(ConfigError, match="_target_"):
+        pcgsvc.load_config(["+model._target_=pytest.fail"])
+    with pytest.raises(ConfigError, match="_target_"):
+        pcgsvc.load_config(config={"model": {"_target_": "pytest.fail", "msg": "run"}})
+
+
+def test_pythons_on_which_hydra_s_parser_fails_are_excluded() -> None:
+    supported = SpecifierSet(str(metadata.metadata("pcgsvc")["Requires-Python"]))
+    assert supported.contains("3.13.9")
+    assert not supported.contains("3.14.0")

@@ -49,7 +49,7 @@ def read(config: Any, path: str) -> Any:
 def leaves(tree: dict[str, Any], prefix: str = "") -> set[str]:
     found: set[str] = set()
     for name, value in tree.items():
-        if isinstance(value, dict) and name not in ("options", "kwargs", "inputs"):
+        if isinstance(value, dict) and name not in ("options", "kwargs", "inputs", "user"):
             found |= leaves(value, f"{prefix}{name}.")
         else:
             found.add(prefix + name)

@@ -12,6 +12,7 @@ from core_helpers import build, rows, toy
 
 from pcgsvc.capture.plan import general_descriptor, uniform_descriptor, wanted_entries
 from pcgsvc.config import Mode, schedule
+from pcgsvc.errors import ConfigError
 from pcgsvc.ops.modes import Resolution, resolve_mode
 from pcgsvc.ops.support import Support
 from pcgsvc.serve.dispatch import DispatchTable
@@ -71,7 +72,7 @@ def test_a_mode_without_piecewise_needs_no_boundary(mode: Mode) -> None:
 
 def test_support_is_parsed_from_its_word_and_lists_the_choices() -> None:
     assert Support.parse("uniform_batch") is UNIFORM
-    with pytest.raises(ValueError, match="uniform_single_token_decode"):
+    with pytest.raises(ConfigError, match="uniform_single_token_decode"):
         Support.parse("sometimes")
 
 

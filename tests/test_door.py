@@ -211,6 +211,13 @@ def test_settings_go_by_name_and_groups_as_dicts(settings_of: Callable[..., Conf
     assert (config.compiler.threads, config.capture.sizes) == (2, [3])
 
 
+def test_a_dotted_name_is_answered_with_the_dict(settings_of: Callable[..., Config]) -> None:
+    with pytest.raises(
+        pcgsvc.ConfigError, match=r"a group is a dict here: capture=\{'max_size': …"
+    ):
+        settings_of(**{"capture.max_size": 3})
+
+
 def test_a_config_of_any_kind_is_taken_by_every_door(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"mode": "piecewise", "capture": {"sizes": [1, 2]}, "cache": {"mode": "off"}}
     config = pcgsvc.load_config(config=tree)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -27,6 +28,7 @@ from pcgsvc.jobs.app import main
 from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.encoder import Encoder, EncoderDims, preset_dims
 from pcgsvc.models.encoder_checkpoint import open_encoder, parts_of
+from pcgsvc.models.encoder_family import WordPiece
 from pcgsvc.models.fetched import FETCHED, models_dir
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.encoder_attention import encoder_attention
@@ -361,7 +363,17 @@ def test_presets_have_the_sizes_of_the_models_they_are_named_for(preset: str, si
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 
+OLD = "sentence_transformers.models."
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hel", "##lo", "world", "a", "b", ","]
+
+
+def list_modules(folder: Path, paths: dict[str, str], prefix: str = OLD) -> None:
+    """Write modules.json; `paths` by kind."""
+    modules = [
+        {"idx": at, "name": str(at), "path": path, "type": f"{prefix}{kind}"}
+        for at, (kind, path) in enumerate(paths.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
 
 
 @pytest.fixture
@@ -379,15 +391,127 @@ def small_folder(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(bert_config(module.dims)))
     pooling = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    kinds = ["Transformer", "Pooling", "Normalize"]
-    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
-    (folder / "modules.json").write_text(json.dumps(modules))
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    list_modules(folder, paths)
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
     tokenizer = tokenizers.BertWordPieceTokenizer({word: at for at, word in enumerate(WORDS)})
     tokenizer.enable_truncation(4)  # as all-MiniLM-L6-v2's own file has both
     tokenizer.enable_padding(length=6)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def their_vectors(folder: Path, texts: list[str], pooling: str, normalize: bool) -> torch.Tensor:
+    """Return sentence-transformers' vectors, from its documented steps and transformers' model."""
+    transformers = pytest.importorskip("transformers")
+    twin = transformers.BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        rows = twin(**batch).last_hidden_state
+    mask = batch["attention_mask"]
+    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+    pooled = {
+        "mean": (rows * mask[..., None]).sum(1) / mask.sum(1, keepdim=True),
+        "cls": rows[torch.arange(len(texts)), mask.argmax(1)],
+        "lasttoken": rows[torch.arange(len(texts)), last],
+    }[pooling]
+    return functional.normalize(pooled, dim=-1) if normalize else pooled
+
+
+NEW = "sentence_transformers.sentence_transformer.modules."
+LAYOUTS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "cls, old": (
+        OLD,
+        {"Transformer": "", "Pooling": "1_Pooling"},
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+    ),
+    "mean, old": (
+        OLD,
+        {"Transformer": "0_Transformer", "Pooling": "1_Pooling", "Normalize": "2_Normalize"},
+        {"pooling_mode_mean_tokens": False},  # none is named: the mean
+    ),
+    "lasttoken, new": (
+        NEW,
+        {"Transformer": "", "Pooling": "some/where", "Normalize": "last"},
+        {"embedding_dimension": 64, "pooling_mode": "lasttoken", "include_prompt": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vectors_are_pooled_as_the_checkpoint_says(small_folder: Path, layout: str) -> None:
+    prefix, paths, pooling = LAYOUTS[layout]
+    folder = small_folder / paths["Transformer"]
+    if folder != small_folder:
+        shutil.copytree(small_folder, folder, ignore=shutil.ignore_patterns(folder.name))
+        (small_folder / "config.json").unlink()
+    shutil.rmtree(small_folder / "1_Pooling")
+    (small_folder / paths["Pooling"]).mkdir(parents=True)
+    (small_folder / paths["Pooling"] / "config.json").write_text(json.dumps(pooling))
+    list_modules(small_folder, paths, prefix)
+    texts = ["Hello, world", "", "a b a b a"]
+    words = [*TINY, "mode=piecewise", "cache.mode=off", f"model.weights={small_folder}"]
+    words.remove("model.num_layers=2")
+    with pcgsvc.load_runner(words) as runner:
+        got = runner.embed(texts)
+    want = their_vectors(folder, texts, layout.partition(",")[0], "Normalize" in paths)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "said"),
+    [
+        ("mean", {}),
+        ("mean", {"pooling_mode": "mean"}),
+        ("cls", {"pooling_mode": ["cls"]}),
+        ("cls", {"pooling_mode": "cls", "pooling_mode_mean_tokens": True}),  # the newer entry holds
+        ("lasttoken", {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}),
+    ],
+)
+def test_a_pooling_is_read_in_either_format(
+    small_folder: Path, pooling: str, said: dict[str, Any]
+) -> None:
+    (small_folder / "1_Pooling" / "config.json").write_text(json.dumps(said))
+    assert open_encoder(small_folder).sentence.pooling == pooling
+
+
+def encoded(folder: Path, text: str) -> list[int]:
+    checkpoint = open_encoder(folder)
+    assert checkpoint.tokenizer is not None
+    return WordPiece(checkpoint.tokenizer, checkpoint.sentence).encode(text)
+
+
+def test_texts_get_the_default_prompt_and_the_stated_case(small_folder: Path) -> None:
+    prompts = {"query": "a, b ", "passage": "b"}
+    spoil(small_folder, "config_sentence_transformers.json", prompts=prompts)
+    assert encoded(small_folder, "World") == [2, 7, 3]  # no default is named
+    spoil(small_folder, "config_sentence_transformers.json", default_prompt_name="query")
+    assert encoded(small_folder, "World") == [2, 8, 10, 9, 7, 3]
+    (small_folder / "config_sentence_transformers.json").unlink()
+    cased = json.loads((small_folder / "tokenizer.json").read_text())
+    cased["normalizer"]["lowercase"] = False
+    (small_folder / "tokenizer.json").write_text(json.dumps(cased))
+    assert encoded(small_folder, "World") == [2, 1, 3]
+    spoil(small_folder, "sentence_bert_config.json", do_lower_case=True)
+    assert encoded(small_folder, "World [SEP]") == [2, 7, 3, 3]
+
+
+@pytest.mark.parametrize("lower", [True, False])
+@pytest.mark.parametrize("stated", [True, False])
+def test_the_tokenizer_s_own_case_is_read_as_transformers_reads_it(
+    small_folder: Path, lower: bool, stated: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    content = json.loads((small_folder / "tokenizer.json").read_text())
+    content["normalizer"]["lowercase"] = lower
+    (small_folder / "tokenizer.json").write_text(json.dumps(content))
+    spoil(small_folder, "tokenizer_config.json", do_lower_case=stated, model_max_length=7)
+    theirs = transformers.AutoTokenizer.from_pretrained(small_folder)
+    assert encoded(small_folder, "Hello world") == theirs.encode("Hello world")
+    assert open_encoder(small_folder).max_length == 8
+    (small_folder / "sentence_bert_config.json").unlink()  # as newer releases leave it out
+    assert open_encoder(small_folder).max_length == theirs.model_max_length == 7
 
 
 def test_a_checkpoint_fills_every_parameter_with_its_own_tensor(small_folder: Path) -> None:
@@ -419,7 +543,8 @@ def test_texts_are_cut_only_where_that_was_asked_for(small_folder: Path) -> None
 def spoil(folder: Path, name: str, **changes: Any) -> None:
     """Change entries of a JSON object; None takes one out."""
     path = folder / name
-    data = {**json.loads(path.read_text()), **changes}
+    path.parent.mkdir(exist_ok=True)
+    data = {**(json.loads(path.read_text()) if path.exists() else {}), **changes}
     path.write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
 
 
@@ -435,8 +560,22 @@ def spoil(folder: Path, name: str, **changes: Any) -> None:
         ("config.json", {"vocab_size": 12}, r"word_embeddings\.weight in the shape \[11, 64\]"),
         (
             "1_Pooling/config.json",
-            {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True},
-            r"asks for \['pooling_mode_cls_token'\]",
+            {"pooling_mode_mean_tokens": False, "pooling_mode_max_tokens": True},
+            r"asks for the pooling \['max'\]; one of mean, cls, lasttoken",
+        ),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode_mean_sqrt_len_tokens": True},
+            r"the pooling \['mean', 'mean_sqrt_len'\]",
+        ),
+        ("1_Pooling/config.json", {"pooling_mode": "weightedmean"}, r"\['weightedmean'\]"),
+        ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, r"\['cls', 'mean'\]"),
+        ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "this Normalize"),
+        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task='fill"),
+        (
+            "config_sentence_transformers.json",
+            {"prompts": {"query": "q: "}, "default_prompt_name": "passage"},
+            r"default_prompt_name='passage'; its prompts are \['query'\]",
         ),
     ],
 )
@@ -453,11 +592,28 @@ def test_further_modules_missing_files_and_contradictions_are_refused(small_fold
     model = ModelConfig(name="minilm", weights=str(small_folder), hidden_size=32)
     with pytest.raises(ConfigError, match=r"model\.hidden_size: got 32, but .* has 64"):
         validate_model(Config(model=model))
-    modules = json.loads((small_folder / "modules.json").read_text())
-    dense = [*modules, {"type": "sentence_transformers.models.Dense"}]
-    (small_folder / "modules.json").write_text(json.dumps(dense))
+    own = {"Transformer": "", "Pooling": "1_Pooling"}
+    list_modules(small_folder, {**own, "Dense": "2_Dense"})
     with pytest.raises(ConfigError, match=r"has the modules \['Dense'\]"):
         open_encoder(small_folder)
+    list_modules(small_folder, own, prefix="custom_st.")  # code that comes with the checkpoint
+    with pytest.raises(ConfigError, match=r"\['custom_st\.Transformer', 'custom_st\.Pooling'\]"):
+        open_encoder(small_folder)
+    for paths in (
+        {"Transformer": "", "Normalize": "", "Pooling": "1_Pooling"},
+        {"Transformer": ""},
+    ):
+        list_modules(small_folder, paths)
+        with pytest.raises(ConfigError, match=r"in this order"):
+            open_encoder(small_folder)
+    list_modules(small_folder, own)
+    spoil(small_folder, "1_Pooling/config.json", include_prompt=False)
+    assert open_encoder(small_folder).sentence.pooling == "mean"  # no prompt that it could concern
+    name, prompts = "config_sentence_transformers.json", {"query": "a "}
+    spoil(small_folder, name, prompts=prompts, default_prompt_name="query")
+    with pytest.raises(ConfigError, match=r"include_prompt=false, and there is .* \('a '\)"):
+        open_encoder(small_folder)
+    (small_folder / name).unlink()
     (small_folder / "modules.json").unlink()
     (small_folder / "tokenizer.json").unlink()
     assert open_encoder(small_folder).tokenizer is None

@@ -520,3 +520,52 @@ def test_a_splitting_op_that_declares_nothing_is_refused() -> None:
         @pcgsvc.splitting_op("fxtest::silent")
         def silent(x: torch.Tensor) -> None:
             x.add_(1)
+
+
+# ---- names as users know them --------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Torch's own attention, as a module and as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.heads(x[:, None], x[:, None], x[:, None], need_weights=False)[0]
+        attended = nn.functional.scaled_dot_product_attention(y, y, y)
+        return attended.flatten(1)
+
+
+@pytest.fixture(scope="module")
+def attends() -> Any:
+    return trace_of(Attends().eval(), rows(3))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scaled_dot_product_attention",
+        "F.scaled_dot_product_attention",
+        "torch.nn.functional.scaled_dot_product_attention",
+        "aten::scaled_dot_product_attention",
+        "nn.functional.scaled_dot_product_attention",
+    ],
+)
+def test_a_function_of_torch_s_is_found_under_the_names_that_users_call(
+    attends: Any, name: str
+) -> None:
+    assert list(partition_fx(attends, [name]).matched.values()) == [1]
+
+
+@pytest.mark.parametrize("name", ["nn.MultiheadAttention", "torch.nn.MultiheadAttention"])
+def test_a_module_of_torch_s_is_answered_with_its_operators(attends: Any, name: str) -> None:
+    words = r"MultiheadAttention is a module, which .* 'aten::multi_head_attention_forward'"
+    with pytest.raises(ConfigError, match=words):
+        partition_fx(attends, [name])
+
+
+def test_an_op_of_another_namespace_is_not_taken_for_torch_s(attends: Any) -> None:
+    with pytest.raises(ConfigError, match="not in the traced graph"):
+        partition_fx(attends, ["mine::scaled_dot_product_attention"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,9 @@ from torch import nn
 from warm_cli_helpers import Cli
 
 import pcgsvc
-from pcgsvc import pipeline
+from pcgsvc import pipeline, torch_private
 from pcgsvc.cache.store import Kind, Store
-from pcgsvc.config import CacheConfig, CacheMode, Config
+from pcgsvc.config import CacheConfig, CacheMode, Compiler, Config
 from pcgsvc.errors import VerifyError
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.program.keys import key_of
@@ -109,6 +110,31 @@ def test_a_wrong_stored_program_is_dropped_and_built_cold(
     with built(module, config) as again:
         assert again.report["compile"]["start"] == "warm"
         assert again.report["cache"]["healed"] == 0
+
+
+@pytest.mark.slow
+def test_a_wrong_library_is_not_taken_from_this_process_again(tmp_path: Path) -> None:
+    """Torch keeps what it has loaded by the hash of the source, whatever the library computes."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return attended(x * 3.2537) + x
+
+    module, config = Scaled().eval(), in_cache(tmp_path)
+    config.compiler.name = Compiler.INDUCTOR
+    built(module, config).close()
+    right, wrong = (struct.pack("<f", factor) for factor in (3.2537, 4.2537))
+    with Store.open(str(tmp_path)) as store:
+        (program,) = store.ls()
+        keys = store.read(Kind.PROGRAM, program.key).pieces
+        pieces = [(key, store.read(Kind.PIECE, key)) for key in keys]
+        assert any(right in piece.payload for _, piece in pieces)
+        for key, piece in pieces:
+            assert store.put_piece(key, piece.payload.replace(right, wrong), facts=piece.facts)
+    torch_private.forget_loaded_code()  # as a new process has not loaded it
+    with built(module, config) as runner:
+        assert runner.report["cache"]["healed"] == 1
+        torch.testing.assert_close(runner(rows(3)), plain(module, rows(3)))
 
 
 def test_the_memory_of_the_failed_try_is_freed_before_the_cold_build(
@@ -211,6 +237,7 @@ def test_jobs_heal_and_count_it(
     refused = cached_cli(f"job={job}", "cache.require_warm=true")
     assert refused.code == 1
     assert key[:12] in refused.out
+    assert [r["compile"]["start"] for r in refused.reports] == ["warm"]
     done = cached_cli(f"job={job}")
     assert (done.code, done.start) == (0, ("cold", 1, 2))
     assert f"the stored program {key[:12]} in" in done.out

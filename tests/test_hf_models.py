@@ -156,6 +156,14 @@ def test_a_tokenizer_that_needs_code_is_refused_before_weights_are_read(
         load(folder)
 
 
+def test_a_build_inside_autocast_is_refused_before_weights_are_read(checkpoint: Path) -> None:
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ConfigError, match=r"torch\.autocast\('cpu'\) is on around the build"),
+    ):
+        load(checkpoint)
+
+
 def test_a_generation_config_is_honoured_and_what_is_not_is_said(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,6 +28,7 @@ def test_settings_of_ours_become_inductor_s_options() -> None:
     plain = patches()
     assert (plain["max_autotune"], plain["combo_kernels"]) == (False, False)
     assert plain["compile_threads"] == 1
+    assert plain["triton.cudagraphs"] is False
     tuned = patches(max_autotune=True, combo_kernels=True, threads=4)
     assert {k for k in tuned if tuned[k] != plain[k]} == {
         "max_autotune",

@@ -447,6 +447,9 @@ def test_files_lie_beside_the_report_and_say_what_it_says(
     assert "<b>4 times</b>" in page
     for words in ("pcgsvc::attention", "between two splitting ops", "KV cache", "stays as asked"):
         assert words in page
+    assert "@media (prefers-color-scheme: dark)" in page
+    for heading in ("times", "operators", "why", "calls in the graph", "graphs per size"):
+        assert f'data-is="{heading}"' in page  # a phone shows it before the cell
     assert "src=" not in page
     assert "://" not in page  # nothing is fetched
     shown = capsys.readouterr().out

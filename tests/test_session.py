@@ -46,6 +46,25 @@ def test_a_replay_is_exactly_the_module(mode: str) -> None:
         assert set(runner.stats()["hits"]) == {f"{mode}:4", f"{mode}:8"}
 
 
+def test_every_size_is_warmed_up_before_it_is_captured() -> None:
+    """On the same path, so that lazy set-up and caches come before the recording."""
+    calls: list[tuple[int, bool]] = []
+
+    @pcgsvc.splitting_op("toy::noting", mutates_args=("out",), support="always")
+    def noting(x: torch.Tensor, out: torch.Tensor) -> None:
+        calls.append((len(x), pcgsvc.current_context().in_segment))
+        out.copy_(x)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        torch.ops.toy.noting(x * 2, out)
+        return out
+
+    build(forward, mode="full", sizes=[4, 8], warmup_calls=3, self_check=False).close()
+    assert [call for call in calls if call[0] == 8] == [(8, False)] * 3 + [(8, True)]
+    assert [call for call in calls if call[0] == 4] == [(4, False)] * 3 + [(4, True)]
+
+
 def test_n_boundaries_give_n_and_one_segments_and_full_gives_one() -> None:
     with build(toy(3), sizes=[4]) as runner:
         (entry,) = runner.table.entries.values()

@@ -18,6 +18,8 @@ from pcgsvc.jobs.preflight import check
 from pcgsvc.jobs.sizes.replay import general_lens, sample
 from pcgsvc.ops.modes import Resolution
 from pcgsvc.ops.support import Support
+from pcgsvc.report import sizes_plot
+from pcgsvc.report.sizes_plot import draw_calls
 from pcgsvc.serve.dispatch import DispatchTable
 from pcgsvc.sizing.auto import plan_for, with_sizes
 from pcgsvc.sizing.choice import SizePlan, plan_sizes
@@ -439,3 +441,36 @@ def test_general_calls_are_made_of_requests_that_are_not_all_uniform(query_len: 
         assert 1 <= min(lens) <= max(lens) <= longest
         assert {*lens} != {query_len}
         assert len(lens) <= -(-rows // longest) + 1
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("largest", [64, 512, 8191])
+def test_bars_cover_as_many_row_counts_each_and_add_up_to_the_calls(largest: int) -> None:
+    from matplotlib.figure import Figure  # the GPU machine lacks it
+
+    rng = random.Random(largest)
+    calls = {rng.randint(1, largest): rng.randint(1, 9) for _ in range(100)} | {largest: 3}
+    axes = Figure().subplots()
+    draw_calls(axes, "decode", calls, [8, 16, largest])
+    bars = [bar for bar in axes.patches if bar.get_height()]
+    assert sum(bar.get_height() for bar in bars) == sum(calls.values())
+    width = -(-largest // 200)
+    for bar in bars:
+        assert bar.get_width() == pytest.approx(width)
+        assert bar.get_x() % 1 == pytest.approx(0.5)  # no row count is on an edge
+        rows = range(round(bar.get_x() + 0.5), round(bar.get_x() + width + 0.5))
+        assert bar.get_height() == sum(calls.get(n, 0) for n in rows)
+
+
+def test_the_picture_has_a_panel_for_each_kind_of_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, list[int]] = {}
+    monkeypatch.setattr(
+        sizes_plot, "draw_calls", lambda axes, name, calls, sizes: drawn.update({name: list(calls)})
+    )
+    sizes_plot.draw_sizes(plan(bimodal()), tmp_path / "sizes.png")
+    assert max(drawn["uniform decode"]) <= 96
+    assert max(drawn["other calls"]) > 96

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from store_helpers import (
     hot_journal,
     key,
     misses,
+    mounted,
     open_store,
     shared_folder,
     stored_files,
@@ -47,18 +46,6 @@ def root(pristine: Path, tmp_path: Path) -> Path:
 
 
 # ---- full disk -----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, *arguments: str) -> Iterator[None]:
-    folder.mkdir(exist_ok=True)
-    mount = subprocess.run(["mount", *arguments, str(folder)], capture_output=True)
-    if mount.returncode:
-        pytest.skip(f"cannot mount here: {mount.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @needs_root

@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import operator
+import shutil
 import subprocess
 import sys
 import types
@@ -467,6 +468,16 @@ def test_stop_compile_workers_leaves_no_child_process() -> None:
     assert not async_compile._pool_set
 
 
+def test_forget_loaded_code_empties_inductors_caches() -> None:
+    from torch._inductor.codecache import CppCodeCache, PyCodeCache
+
+    CppCodeCache.cache["a hash"] = lambda: types.ModuleType("loaded")
+    PyCodeCache.modules.append(types.ModuleType("loaded"))
+    private.forget_loaded_code()
+    assert not CppCodeCache.cache
+    assert not PyCodeCache.modules
+
+
 def test_triton_version_is_the_installed_one_or_none() -> None:
     from importlib.util import find_spec
 
@@ -670,6 +681,16 @@ def test_an_op_that_was_undeclared_can_be_declared_otherwise() -> None:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
+def test_the_cpp_compiler_is_named_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor import cpp_builder
+
+    found = private.cpp_compiler()
+    assert found is None or shutil.which(found) is not None
+    cpp_builder.cpp_compiler_search.cache_clear()  # torch keeps what it has found
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert private.cpp_compiler() is None
+
+
 def test_set_grad_turns_gradients_off_and_on() -> None:
     private.set_grad(False)
     assert not torch.is_grad_enabled()
@@ -688,3 +709,13 @@ def test_streams_and_devices_are_known_by_number() -> None:
     assert not private.is_external_stream(default)
     assert not private.is_external_stream(side)
     assert private.is_external_stream(torch.cuda.ExternalStream(side.cuda_stream))
+
+
+def test_a_tensor_without_memory_says_that_it_has_no_values() -> None:
+    with private.fake_tensors():
+        tensor = torch.ones(1)
+        with pytest.raises(RuntimeError) as caught:
+            tensor.item()
+    assert private.is_fake_limit(caught.value)
+    assert not private.is_fake_limit(RuntimeError())
+    assert not private.is_fake_limit(None)

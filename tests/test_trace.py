@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import runpy
 from collections.abc import Callable
@@ -470,6 +471,25 @@ def test_a_print_names_its_line() -> None:
     assert line_of(forward, "the print") in str(caught.value)
 
 
+@functools.lru_cache
+def has_extension() -> bool:
+    try:
+        import not_installed_here  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_a_lazy_import_behind_a_cache_names_its_line() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if has_extension() else x * 3  # the helper
+
+    assert not has_extension()  # the tracer looks behind what was cached
+    with pytest.raises(TraceError) as caught:
+        trace_of(forward)
+    assert line_of(forward, "the helper") in str(caught.value)
+
+
 def test_a_size_that_depends_on_data_names_its_line() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         index = (x.sum(-1) > 0).nonzero()  # the size
@@ -487,7 +507,7 @@ def test_a_higher_order_operator_names_its_line_and_the_ways_out(kind: str) -> N
             return checkpoint(torch.sin, x, use_reentrant=False)  # the checkpoint
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # the cond
 
-    with pytest.raises(TraceError, match=r"splitting_op.*breakable") as caught:
+    with pytest.raises(TraceError, match=r"(?s)splitting_op.*breakable") as caught:
         trace_of(forward)
     message = str(caught.value)
     called = {"cond": "torch.cond", "checkpoint": "torch.utils.checkpoint"}[kind]

@@ -12,6 +12,7 @@ from torch import nn
 import pcgsvc
 from pcgsvc import torch_private
 from pcgsvc.errors import CaptureError
+from pcgsvc.forward.state import state_kept
 from pcgsvc.ops.registry import find_spec
 
 
@@ -73,6 +74,22 @@ def test_what_an_op_s_own_function_reaches_is_as_it_was_after_the_build() -> Non
         assert torch.equal(SEEN, before)
         runner(rows(3))
         assert torch.equal(SEEN, before + 1)
+
+
+@pytest.mark.parametrize("declared_first", [True, False])
+def test_a_plain_run_puts_back_declared_and_undeclared_writes_to_one_memory(
+    declared_first: bool, op_that_lies: str
+) -> None:
+    module = Model().eval()
+    view = module.kv[:2]
+    with state_kept(module, torch.device("cpu")):
+        for declared in (declared_first, not declared_first):
+            if declared:
+                view.mul_(3)
+            else:
+                torch.ops.undeclared.lie(torch.ones(3), module.kv)
+        assert not torch.equal(module.kv, torch.arange(4.0))
+    assert torch.equal(module.kv, torch.arange(4.0))
 
 
 def _declare(source: str, **options: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from cli_helpers import Cli
 from core_helpers import WIDTH, build, rows
 
 import pcgsvc
+from pcgsvc.check import timing
 from pcgsvc.config import Mode
 from pcgsvc.errors import UncoveredError, VerifyError
 
@@ -276,3 +278,17 @@ def test_a_forward_that_asks_for_the_grad_mode_runs_as_under_no_grad() -> None:
         for call in (x, rows(9)):
             assert torch.equal(runner(call), call * 2)
             assert not runner(call.requires_grad_()).requires_grad
+
+
+def test_a_step_has_the_spread_of_its_runs_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = iter([9.0] + 6 * [1.0] + [1.0, 1.0, 2.0, 2.0, 6.0, 6.0])  # first, apart, runs
+    clock = [0.0]
+
+    def call() -> None:
+        clock[0] += next(costs)
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    times = timing.time_calls([call], lambda: None, 6, float("inf"))
+    assert times == pytest.approx((1e6, 3e6, 1e6, 6e6))
+    costs = iter([1.0, 1.0, 1.0])
+    assert timing.time_calls([call], lambda: None, 1) == pytest.approx((1e6, 1e6, 1e6, 1e6))

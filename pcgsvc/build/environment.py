@@ -111,6 +111,8 @@ def build_environment(
             ) as store,
             ExitStack() as until_stored,
         ):
+            if wrong is not None:
+                torch_private.forget_loaded_code()
             yield BuildEnvironment(
                 phases=phases,
                 folder=folder,

@@ -14,10 +14,12 @@ import torch
 from pcgsvc.build.environment import BuildEnvironment
 from pcgsvc.build.load import ProgramLookup
 from pcgsvc.build.stages import compile_piece
-from pcgsvc.config import Compiler, Config
+from pcgsvc.config import Compiler, Config, captures
+from pcgsvc.errors import ForwardError, PcgError
 from pcgsvc.events import Phases
 from pcgsvc.forward.objects import tensors_held, tensors_of
-from pcgsvc.forward.request import Request, make_samples, make_workspace
+from pcgsvc.forward.plain import place_of, words_of
+from pcgsvc.forward.request import Request, check_forward, make_samples, make_workspace
 from pcgsvc.forward.specs import Binding
 from pcgsvc.forward.state import can_be_put_back
 from pcgsvc.forward.workspace import Workspace, preserved
@@ -40,6 +42,7 @@ class ProbedForward(NamedTuple):
 
 def probe_forward(request: Request, phases: Phases) -> ProbedForward:
     """Run an untraced model's forward to learn what it returns and where it breaks."""
+    check_forward(request)
     names, module = request.config.partition, request.bundle.module
     boundaries = boundary_names(names.splitting_ops, names.extra_splitting_ops)
     inputs = [Binding(kind="input", name=s.name, spec=None) for s in request.inputs]
@@ -53,8 +56,20 @@ def probe_forward(request: Request, phases: Phases) -> ProbedForward:
     }
     samples = make_samples(request, memory)
     with phases.phase("split"), memory.on_stream(), preserved(state):
-        forward = Forward(module, memory, samples, request.constants, boundaries)
-        probe = forward.probe(min(request.config.capture.final_sizes))
+        forward = Forward(
+            module, memory, samples, request.constants, boundaries, captures(request.config)
+        )
+        try:
+            probe = forward.probe(min(request.config.capture.final_sizes))
+        except PcgError:
+            raise
+        except Exception as error:
+            if request.planned is not None:
+                raise  # a plan tries again, on tensors with values
+            raise ForwardError(
+                f"the forward fails by itself, called plainly: {words_of(error)}{place_of(error)}. "
+                "partition.strategy=breakable needs one that takes any number of rows."
+            ) from error
         return ProbedForward(probe, image_of_forward(probe, memory), memory, boundaries)
 
 

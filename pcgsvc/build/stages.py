@@ -15,20 +15,23 @@ from pcgsvc.build.dump import dump_source
 from pcgsvc.build.environment import BuildEnvironment
 from pcgsvc.build.load import ProgramLookup
 from pcgsvc.cache.programs import file_digest
-from pcgsvc.config import Compiler, Config, Strategy
+from pcgsvc.config import Compiler, Config, Strategy, captures
+from pcgsvc.errors import CaptureError
 from pcgsvc.events import Phases
-from pcgsvc.forward.request import Request
+from pcgsvc.forward.request import Request, check_forward
+from pcgsvc.ops.breaks import HOST_READS, host_reads_refused
 from pcgsvc.partition.fx import check_aliases, partition_fx
 from pcgsvc.partition.inductor import partition_inductor
 from pcgsvc.program.guards import stored_guards
 from pcgsvc.program.image import ProgramImage, image_of, unwritable_ops
 from pcgsvc.program.model import CompiledModel
-from pcgsvc.program.pieces import Partition, Piece
+from pcgsvc.program.pieces import Kind, Partition, Piece
 from pcgsvc.program.program import CompiledPiece, Program
 from pcgsvc.program.sources import files_of
 from pcgsvc.trace.canonical import refuse_outputs
 from pcgsvc.trace.dynamo import trace
 from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.nodes import op_names, user_line
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class MadeProgram:
 def trace_forward(request: Request, phases: Phases) -> TracedGraph:
     """Trace the module whole; runs no kernel. TraceError says at which line that is impossible."""
     with phases.phase("trace"):
+        check_forward(request)
         traced = trace(request.bundle.module, request.inputs, request.constants)
     refuse_outputs(traced)
     return traced
@@ -79,7 +83,26 @@ def split(traced: TracedGraph, config: Config, phases: Phases) -> Split:
         compiled = partition_inductor(traced, shown) if whole else shown
     for note in shown.warnings:
         logger.info("%s", note)
+    if captures(config):
+        refuse_host_reads(shown)
     return Split(compiled, shown)
+
+
+def refuse_host_reads(shown: Partition) -> None:
+    """Refuse regions in which the host waits for a value, which no capture allows.
+
+    Raises:
+        CaptureError: with the lines, and the ways out.
+    """
+    regions = [piece for piece in shown.pieces if piece.kind is Kind.REGION]
+    lines = [
+        user_line(node)
+        for piece in regions
+        for node in piece.nodes
+        if any(name in HOST_READS for name in op_names(node))
+    ]
+    if lines:
+        raise CaptureError(host_reads_refused(lines))
 
 
 def write_down(request: Request, traced: TracedGraph, parts: Split) -> ImagedProgram:

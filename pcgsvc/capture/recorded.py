@@ -20,13 +20,15 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.errors import CaptureError
+from pcgsvc.ops.breaks import HOST_READS
 from pcgsvc.program.program import CompiledPiece
 
 Step = Callable[[], Any]
 
 _SYNCS = {
-    "aten::_local_scalar_dense": "the host waits for a device value (.item(), bool(), int(), if)",
-    "aten::item": "the host waits for a device value (.item())",
+    **dict.fromkeys(
+        HOST_READS, "the host waits for a device value (.item(), bool(), int(), float(), if)"
+    ),
     "aten::nonzero": "the result's size depends on data (nonzero, where with one argument)",
     "aten::masked_select": "the result's size depends on data (masked_select)",
     "aten::_unique2": "the result's size depends on data (unique)",
@@ -38,7 +40,7 @@ _SYNCS = {
     "aten::resize_": "a tensor's size changes",
     "aten::set_": "a tensor's storage is replaced",
 }
-_HOST_FUNCTIONS = {
+HOST_FUNCTIONS = {
     torch.Tensor.tolist: "the host waits for device values (.tolist())",
     torch.Tensor.numpy: "the host waits for device values (.numpy())",
     torch.tensor: "fresh host data is copied to the device (torch.tensor)",
@@ -48,6 +50,7 @@ _HOST_FUNCTIONS = {
     torch.Tensor.__array__: "the host waits for device values (numpy.asarray)",
     torch.from_numpy: "fresh host data is copied to the device (torch.from_numpy)",
 }
+"""Functions that a segment must not call, each with the reason; no dispatch mode sees them."""
 
 
 def _forbidden(what: str, why: str) -> CaptureError:
@@ -55,6 +58,18 @@ def _forbidden(what: str, why: str) -> CaptureError:
         f"{what}: not permitted while a segment is captured: {why}. It would be frozen at its "
         "value of the capture run. Compute it outside the forward, or put it into a splitting op."
     )
+
+
+def why_forbidden(func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
+    """Return why a segment must not call an op (an OpOverload) on these arguments, or None."""
+    name = str(func._schema.name)
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+        return None
+    if name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
+        i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+    ):
+        return "the result's size depends on data (a boolean mask as index)"
+    return _SYNCS.get(name) or _SYNCS.get(f"{name}.{func._schema.overload_name}")
 
 
 class _HostReads(TorchFunctionMode):
@@ -67,7 +82,7 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        why = _HOST_FUNCTIONS.get(func) if self.active else None
+        why = HOST_FUNCTIONS.get(func) if self.active else None
         if why is not None:
             raise _forbidden(getattr(func, "__name__", str(func)), why)
         return func(*args, **(kwargs or {}))
@@ -85,24 +100,12 @@ class _Recorder(torch_private.RecordingMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._refuse(func, args, kwargs)
+        if (why := why_forbidden(func, args, kwargs)) is not None:
+            full = f"{func._schema.name}.{func._schema.overload_name}"
+            raise _forbidden(full.removesuffix(".").replace(".default", ""), why)
         result = func(*args, **kwargs)
         self.record(func, args, kwargs, result, func._schema.is_mutable)
         return result
-
-    @staticmethod
-    def _refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        name = str(func._schema.name)
-        full = f"{name}.{func._schema.overload_name}"
-        why = _SYNCS.get(name) or _SYNCS.get(full)
-        if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
-            why = None
-        if why is None and name in ("aten::index", "aten::index_put", "aten::index_put_"):
-            masks = (i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8))
-            if any(True for _ in masks):
-                why = "the result's size depends on data (a boolean mask as index)"
-        if why is not None:
-            raise _forbidden(full.removesuffix(".").replace(".default", ""), why)
 
     def record(
         self, func: Callable[..., Any], args: Any, kwargs: Any, result: Any, mutates: bool

@@ -71,13 +71,14 @@ def _draws(trial: Trial, step: Step) -> bool:
     """Whether a run of the module moves torch's random generators."""
     device = trial.memory.device
     with preserved(trial.state), same_random_numbers(device):
-        before = _generators(device)
+        before = generators(device)
         with trial.memory.on_stream(), use_context(trial.memory.unpadded_context(step.batch)):
             trial.model.run_module(step.inputs)
-        return not all(map(torch.equal, before, _generators(device)))
+        return not all(map(torch.equal, before, generators(device)))
 
 
-def _generators(device: torch.device) -> list[torch.Tensor]:
+def generators(device: torch.device) -> list[torch.Tensor]:
+    """Return copies of the states of torch's own random generators."""
     cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *cuda]
 

@@ -11,7 +11,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,21 @@ from pcgsvc.program.model import CompiledModel
 
 _MAX_SECONDS = 0.2
 """A figure is taken of fewer repeats than asked for once it has taken this long (3 at least)."""
+_RUNS = 3
+"""Runs that the back-to-back repeats are divided into, for their spread."""
+
+
+class Times(NamedTuple):
+    """What some calls take, in microseconds each time."""
+
+    host: float
+    """Until everything is enqueued; median."""
+    step: float
+    """Of runs back to back; mean."""
+    low: float
+    """Of the fastest such run."""
+    high: float
+    """Of the slowest."""
 
 
 def time_entries(
@@ -51,8 +66,9 @@ def time_entries(
         on_entry: called after each entry.
 
     Returns:
-        Per entry: host_us (enqueue), step_us, plain_us (the module), region_us and boundary_us
-        (only such steps of it), and a verdict on what bounds it.
+        Per entry: host_us (enqueue), step_us with step_low_us and step_high_us (its fastest and
+        slowest run), plain_us (the module), region_us and boundary_us (only such steps of it), and
+        a verdict on what bounds it.
     """
     rows = []
     limit_s = float("inf") if uses_group(config) else _MAX_SECONDS
@@ -83,17 +99,18 @@ def _time_entry(
     pairs = list(zip(entry.steps, entry.is_region, strict=True))
     regions = [s for s, is_region in pairs if is_region]
     boundaries = [s for s, is_region in pairs if not is_region]
-    host, step = time_calls(entry.steps, sync, repeats, limit_s)
-    _, region = time_calls(regions, sync, repeats, limit_s)
-    _, boundary = time_calls(boundaries, sync, repeats, limit_s)
-    _, plain_us = time_calls([plain], sync, repeats, limit_s)
+    whole = time_calls(entry.steps, sync, repeats, limit_s)
+    region = time_calls(regions, sync, repeats, limit_s).step
+    boundary = time_calls(boundaries, sync, repeats, limit_s).step
     return {
-        "host_us": host,
-        "step_us": step,
-        "plain_us": plain_us,
+        "host_us": whole.host,
+        "step_us": whole.step,
+        "step_low_us": whole.low,
+        "step_high_us": whole.high,
+        "plain_us": time_calls([plain], sync, repeats, limit_s).step,
         "region_us": region,
         "boundary_us": boundary,
-        "verdict": _verdict(host, step, region, boundary),
+        "verdict": _verdict(whole.host, whole.step, region, boundary),
     }
 
 
@@ -102,10 +119,10 @@ def time_calls(
     sync: Callable[[], None],
     repeats: int,
     limit_s: float = _MAX_SECONDS,
-) -> tuple[float, float]:
-    """Return (median host time, mean time per run back to back) of calling all, in µs."""
+) -> Times:
+    """Return what calling all takes, `repeats` times one by one and as many back to back."""
     if not calls:
-        return 0.0, 0.0
+        return Times(0.0, 0.0, 0.0, 0.0)
     hosts: list[float] = []
     for call in calls:
         call()
@@ -117,13 +134,20 @@ def time_calls(
             call()
         hosts.append(time.perf_counter() - started)
         sync()
+    counts = [len(hosts[at::_RUNS]) for at in range(min(_RUNS, len(hosts)))]
+    runs = [_run_us(calls, sync, count) for count in counts]
+    each = [run / count for run, count in zip(runs, counts, strict=True)]
+    return Times(1e6 * statistics.median(hosts), sum(runs) / len(hosts), min(each), max(each))
+
+
+def _run_us(calls: Sequence[Callable[[], Any]], sync: Callable[[], None], times: int) -> float:
+    """Return microseconds of calling all so many times back to back."""
     started = time.perf_counter()
-    for _ in hosts:
+    for _ in range(times):
         for call in calls:
             call()
     sync()
-    total = time.perf_counter() - started
-    return 1e6 * statistics.median(hosts), 1e6 * total / len(hosts)
+    return 1e6 * (time.perf_counter() - started)
 
 
 def _verdict(host: float, step: float, region: float, boundary: float) -> str:

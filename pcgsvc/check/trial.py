@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,13 +68,22 @@ class Trial:
         """Return what the module computes: see `_outcome`."""
         return self._outcome(step, lambda: self.model.run_module(step.inputs))
 
-    def both(self, step: Step) -> tuple[list[torch.Tensor], Callable[[], list[torch.Tensor]]]:
+    def both(
+        self, step: Step, call: Callable[[], Any] | None = None
+    ) -> tuple[list[torch.Tensor], Callable[[], list[torch.Tensor]]]:
         """Return what the program computes, and a call that has the module compute it.
 
         Routers of the module choose as the program's did, where experts are close to each other.
+
+        Args:
+            step: what both are given.
+            call: returns the forward's result in place of the program, such as a runner's call.
         """
         with recorded_choices() as choices:
-            got = self.program(step)
+            if call is None:
+                got = self.program(step)
+            else:
+                got = self._outcome(step, lambda: self.model.results_of(call()))
 
         def plain() -> list[torch.Tensor]:
             with following(choices, near_ties(got)):

@@ -96,6 +96,29 @@ def verify(
     return Verified(model, table, rows, wrong)
 
 
+def verify_padding(
+    model: CompiledModel, memory: Workspace, table: GraphTable, request: Request, kind: Padding
+) -> list[dict[str, Any]]:
+    """Return a row per entry, each replayed with one kind of padding at several row counts.
+
+    The rows are those of `verify`, with what was worst, on inputs that it has not seen: the fewest
+    true rows that an entry serves, and two random numbers of them. Call it under `torch.no_grad`.
+    """
+    config, found = request.config, []
+    samples, rng = make_samples(request, memory, seed=config.seed + 3), random.Random(config.seed)
+    check = _Check(model, memory, table, samples, config)
+    same = kind is Padding.ZEROS
+    for key in table.entries:
+        counts = {check._true_rows(key[1], choice) for choice in (None, rng, rng)}
+        tries = [check.trial(key, n, [kind], compare_padded=same) for n in sorted(counts)]
+        found.append(max((check._row(key, [one]) for one in tries), key=_row_badness))
+    return found
+
+
+def _row_badness(row: Mapping[str, Any]) -> tuple[bool, float]:
+    return not row["ok"], max(row["max_rel_err"], row["max_rel_err_true"])
+
+
 def refusal(
     rows: Sequence[Mapping[str, Any]],
     plan: CapturePlan,

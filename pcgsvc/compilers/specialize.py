@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.forward.specs import SizePredicate
+from pcgsvc.forward.specs import SizePredicate, value_at
 from pcgsvc.program.pieces import Piece, graph_module
 from pcgsvc.trace.rows import Document
 
@@ -45,7 +45,7 @@ def graph_for(piece: Piece, size: int) -> torch.fx.GraphModule:
     tensors = [(node, spec) for node, spec in pairs if spec[0] != "int"]
     for node, spec in pairs:
         if spec[0] == "int":
-            node.replace_all_uses_with(_number(spec[1], size))
+            node.replace_all_uses_with(value_at(spec[1], size))
             module.graph.erase_node(node)
     module.recompile()
     with torch_private.fake_mode():
@@ -72,20 +72,13 @@ def _depends(document: Document) -> bool:
     return any(symbolic(i[2:5] if i[0] == "tensor" else i[1]) for i in inputs)
 
 
-def _number(source: int | str, size: int) -> int:
-    """Return a size that stands in a document as a number, or as Python source over `s`."""
-    if isinstance(source, int):
-        return source
-    return int(eval(source, {"s": size, "max": max, "min": min, "abs": abs, "__builtins__": {}}))
-
-
 def _inputs(pairs: Sequence[tuple[torch.Tensor, list[Any]]], size: int) -> list[torch.Tensor]:
     """Return a tensor per input; those that shared memory in the trace share it here too."""
     layouts = [
         (
-            [_number(n, size) for n in shape],
-            [_number(n, size) for n in stride],
-            _number(offset, size),
+            [value_at(n, size) for n in shape],
+            [value_at(n, size) for n in stride],
+            value_at(offset, size),
         )
         for _, (_, _, shape, stride, offset, *_) in pairs
     ]

@@ -20,7 +20,7 @@ from pcgsvc.config.choices import (
 )
 from pcgsvc.config.limits import validate, validate_sizing
 from pcgsvc.config.parse import copy, from_dict, replace, to_dict, unknown_setting, updated
-from pcgsvc.config.resolve import dropped_sizes, resolve, schedule
+from pcgsvc.config.resolve import captures, dropped_sizes, resolve, schedule
 from pcgsvc.config.schema import (
     AUTO,
     AttentionConfig,
@@ -67,6 +67,7 @@ __all__ = [
     "SizingConfig",
     "Strategy",
     "SweepConfig",
+    "captures",
     "copy",
     "dropped_sizes",
     "from_dict",

@@ -105,3 +105,5 @@ class Job(enum.Enum):
     COMPARE = "compare"
     CONFIG = "config"
     SIZES = "sizes"
+    VERIFY = "verify"
+    DOCTOR = "doctor"

@@ -51,7 +51,7 @@ class Command:
 def schema_node() -> DictConfig:
     """Return all settings with their defaults; a name that is not in it is refused."""
     node = OmegaConf.create(to_dict(Config()))
-    for free in (node.compiler.options, node.model.kwargs, node.model.inputs):
+    for free in (node.compiler.options, node.model.kwargs, node.model.inputs, node.user):
         OmegaConf.set_struct(free, False)  # any name is allowed there
     return node
 
@@ -100,16 +100,15 @@ def compose_command(
         ConfigError: as `compose`, for any one job.
     """
     with open_loader(config_dir) as loader:
-        whole = load_tree(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
-        if not multirun and whole.hydra.mode is not RunMode.MULTIRUN:
-            jobs, known = [list(overrides)], False
-        else:
-            multirun = True
-            load_tree(loader, config_name, overrides, RunMode.MULTIRUN)  # refuses hydra.x=1,2
-            jobs, known = _sweep(loader, whole.hydra.sweeper, overrides)
+        if not multirun:
+            single = _single_job(loader, config_name, overrides)
+            if single is not None:
+                return Command(jobs=[from_tree(single)], multirun=False, overrides=None)
+        whole = load_tree(loader, config_name, overrides, RunMode.MULTIRUN)
+        jobs, known = _sweep(loader, whole.hydra.sweeper, overrides)
         return Command(
             jobs=[from_tree(load_tree(loader, config_name, job)) for job in jobs],
-            multirun=multirun,
+            multirun=True,
             overrides=[[o for o in job if not _is_hydra(o)] for job in jobs] if known else None,
         )
 
@@ -143,8 +142,10 @@ def plain(value: Any) -> Any:
 @contextlib.contextmanager
 def open_loader(config_dir: str | None) -> Iterator[ConfigLoaderImpl]:
     """Yield a loader over the packaged and the user's YAML; Hydra's globals are put back after."""
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"config_dir: '{config_dir}' is no folder.")
+    if config_dir is not None and not (
+        isinstance(config_dir, str | Path) and str(config_dir) and Path(config_dir).is_dir()
+    ):
+        raise ConfigError(f"config_dir: {str(config_dir)!r} is no folder.")
     search_path = create_config_search_path(CONFIG_MODULE)
     if config_dir is not None:
         search_path.prepend("user", f"file://{Path(config_dir).resolve()}")
@@ -171,13 +172,60 @@ def load_tree(
     check_sweep: bool = True,
 ) -> DictConfig:
     """Compose with Hydra; a primary config of the user's may name no job, so one is named first."""
-    with readable():
+    _refuse_removals(overrides)
+    with readable(), _plus_shown(loader, overrides):
         return loader.load_configuration(
             config_name=config_name,
             overrides=["hydra.job.name=pcgsvc", *overrides],
             run_mode=run_mode,
             validate_sweep_overrides=check_sweep,
         )
+
+
+def _single_job(
+    loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str]
+) -> DictConfig | None:
+    """Compose a command without `-m`; None: `hydra.mode` makes it a sweep all the same."""
+    try:
+        tree = load_tree(loader, config_name, overrides)
+    except ConfigError:  # perhaps at what only a sweep may have, such as mode=none,full
+        tree = load_tree(loader, config_name, overrides, RunMode.MULTIRUN, check_sweep=False)
+        if tree.hydra.mode is not RunMode.MULTIRUN:
+            raise
+    return None if tree.hydra.mode is RunMode.MULTIRUN else tree
+
+
+def _refuse_removals(overrides: Sequence[str]) -> None:
+    """Refuse `~name` of a setting or a group of ours: a config has all of them."""
+    for override in overrides:
+        if override.startswith("~"):
+            tree: Any = to_dict(Config())
+            path = override[1:].partition("=")[0].partition("@")[0]
+            *groups, last = path.split(".")
+            for name in groups:
+                tree = tree.get(name) if isinstance(tree, dict) else None
+            if isinstance(tree, dict) and last in tree:
+                raise ConfigError(
+                    f"{override}: a setting cannot be removed; {path}=… gives it another value."
+                )
+
+
+@contextlib.contextmanager
+def _plus_shown(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> Iterator[None]:
+    """Answer `group=option` of a group that no defaults list names with `+group=option`."""
+    try:
+        yield
+    except Exception as error:
+        for override in overrides:
+            group, _, option = override.partition("=")
+            options = loader.get_group_options(group) if _is_group(group) else []
+            if options and str(error).startswith(f"Could not override '{group}'"):
+                raise ConfigError(
+                    f"{group}: no defaults list names this group, so its option is added with a "
+                    f"plus: +{group}={option if option in options else options[0]}. Options: "
+                    f"{', '.join(options)}."
+                ) from error
+        raise
 
 
 def _sweep(
@@ -194,6 +242,10 @@ def _sweep(
             return [own + [line for line in fixed if line is not None]], False
         (batch,) = BasicSweeper.split_arguments(swept, max_batch_size=None)
         return [own + job for job in batch], True
+
+
+def _is_group(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("/"))
 
 
 def _is_hydra(override: str) -> bool:

@@ -104,7 +104,10 @@ def _dataclass(cls: type[T], tree: Any, path: str) -> T:
     if is_dataclass(tree):
         tree = to_dict(tree)
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path}: got {tree!r}, a group of settings is needed here.")
+        raise ConfigError(
+            f"{path}: got {tree!r}, a group of settings is needed here{_meant(cls, tree, path)} "
+            f"Settings of {path}: {', '.join(f.name for f in fields(cls))}."  # type: ignore[arg-type]
+        )
     hints = typing.get_type_hints(cls, include_extras=True)
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for name in tree:
@@ -115,6 +118,20 @@ def _dataclass(cls: type[T], tree: Any, path: str) -> T:
         for name, value in tree.items()
     }
     return cls(**values)
+
+
+def _meant(cls: type[Any], value: Any, path: str) -> str:
+    """Return the setting of a group that was probably meant by a word in the group's place."""
+    word = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+    for name, hint in typing.get_type_hints(cls).items():
+        kinds = [hint, *typing.get_args(hint)]
+        if bool in kinds and name == "enabled" and word in ("on", "off", "true", "false"):
+            return f"; did you mean {path}.{name}={str(word in ('on', 'true')).lower()}?"
+        for kind in kinds:
+            is_choice = isinstance(kind, type) and issubclass(kind, enum.Enum)
+            if is_choice and word in [member.value for member in kind]:
+                return f"; did you mean {path}.{name}={word}?"
+    return "."
 
 
 def _value(hint: Any, value: Any, path: str) -> Any:

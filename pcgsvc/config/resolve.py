@@ -6,7 +6,7 @@ sizes are final. Imports no torch.
 
 from __future__ import annotations
 
-from pcgsvc.config.choices import Compiler, Graphs
+from pcgsvc.config.choices import Compiler, Graphs, Mode
 from pcgsvc.config.limits import validate_sizes
 from pcgsvc.config.parse import copy
 from pcgsvc.config.schema import CaptureConfig, Config
@@ -52,6 +52,11 @@ def resolve(config: Config, *, device_type: str) -> Config:
     if out.attention.max_model_len is None:
         out.attention.max_model_len = 2048 if cuda else 256
     return out
+
+
+def captures(config: Config) -> bool:
+    """Return whether graphs are captured at all."""
+    return config.mode is not Mode.NONE and config.capture.graphs is not Graphs.OFF
 
 
 def _resolve_sizes(capture: CaptureConfig, default_max: int) -> None:

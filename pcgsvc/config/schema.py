@@ -118,8 +118,9 @@ class ModelConfig:
     """With `model=module`: the arguments that `target` is called with, by name."""
     inputs: dict[str, Any] = field(default_factory=dict)
     """With `model=module`: the forward's arguments by name. A tensor is its shape with a word for
-    the rows, `{x: [tokens, 32]}`, or `{shape: …, dtype: …, fill: …, low: …, high: …}`; anything
-    else, or `{value: …}`, is fixed. Empty: the module's `example_inputs(rows, generator)`."""
+    the rows, `{x: [tokens, 32]}`, or `{shape: …, dtype: …, fill: …, low: …, high: …}`, in place of
+    `fill` also `kind: offsets`, `mask` or `sorted` (whole numbers that ascend); anything else, or
+    `{value: …}`, is fixed. Empty: the module's `example_inputs(rows, generator)`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -210,7 +211,8 @@ class CaptureConfig:
     warmup_calls: Count = 2
     """Plain calls of the program per size before it is captured; at least 1."""
     self_check: bool = True
-    """Compare every captured entry with plain execution while building, however calls pad it."""
+    """Compare program and captured entries, however calls pad them, with plain execution while
+    building. A stored program that differs is dropped and built cold."""
 
     @property
     def final_sizes(self) -> list[int]:
@@ -351,8 +353,9 @@ class Config:
     """Anything that was asked for and is not done is an error, not a warning."""
     job: Job = Job.RUN
     """`run`, `compile` (fill the cache), `plan` (trace and split only), `cache` (see
-    `cache.action`), `compare` (one table of existing reports), `config` (see `config.explain`) or
-    `sizes` (choose capture sizes for `traffic`)."""
+    `cache.action`), `compare` (one table of existing reports), `config` (see `config.explain`),
+    `sizes` (choose capture sizes for `traffic`), `verify` (compare every mode and strategy with
+    plain execution) or `doctor` (what would not work here, and what the model does)."""
     prompt: str | None = None
     """Text that a model with a tokenizer continues after `job=run` has verified it."""
     max_new_tokens: Count = 48
@@ -365,3 +368,6 @@ class Config:
     """Most calls that replay `traffic`; of more, this many are taken evenly. At least 1."""
     report: str | None = None
     """Path of the JSON report; None: `report.json` in the run's output directory."""
+    user: dict[str, Any] = field(default_factory=dict)
+    """Variables of your own for other settings to interpolate, such as `user.width=64` with
+    `model.kwargs='{width: ${user.width}}'`; nothing else reads them."""

@@ -113,6 +113,8 @@ pcgsvc: piecewise CUDA graphs for PyTorch.
   pcgsvc model=llama mode=full_and_piecewise    build, verify, time, report
   pcgsvc -m capture.sizes='[1,2],[1,2,4,8]'     one job per value
   pcgsvc job=plan                               show where it would be split
+  pcgsvc job=doctor                             find what would not work
+  pcgsvc job=verify                             check every mode
   pcgsvc job=compare compare.reports='[DIR]'    one table of the reports there
   pcgsvc job=config config.explain=capture      show what set each value
   pcgsvc --config-dir DIR model=mine            with your DIR/model/mine.yaml
@@ -181,5 +183,6 @@ NOT_IN_KEY: dict[str, str] = {
     "traffic": "what is done with the program",
     "max_traffic_calls": "what is done with the program",
     "report": "a path",
+    "user": "only what other settings make of it counts",
 }
 """Settings (or whole groups) that cannot change a compiled artifact, each with the reason."""

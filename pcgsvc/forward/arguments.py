@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc.errors import BatchError, ConfigError
 from pcgsvc.forward.constants import Constants
+from pcgsvc.forward.plain import place_of, words_of
 from pcgsvc.forward.specs import InputSpec
 
 DynamicDims = Mapping[str, int | Sequence[int]]
@@ -139,12 +140,18 @@ def read_arguments(
             many = isinstance(example_inputs, (tuple, list))
             given = signature.bind(*(example_inputs if many else (example_inputs,))).arguments
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"example_inputs: do not fit the forward: {error}") from None
+        hint = "" if isinstance(error, TypeError) else "; wrap it: lambda x: function(x)"
+        raise ConfigError(f"example_inputs: do not fit the forward: {error}{hint}.") from None
     parameters = signature.parameters.values()
     for name in (p.name for p in parameters if p.kind not in _NAMED and p.name in given):
         raise ConfigError(
             f"example_inputs: {name!r} is taken by position or by star; a runner calls the "
             "forward by name. Wrap the model in a function of named arguments."
+        )
+    if isinstance(module, torch.nn.Module) and "self" in given:
+        raise ConfigError(
+            "example_inputs: 'self' is an argument of nn.Module's own call, so the forward's could "
+            "not be passed by name. Wrap the model in a function that names it otherwise."
         )
     for name, value in given.items():
         _check_example(name, value)
@@ -254,6 +261,12 @@ def check_module(module: Callable[..., Any], device: torch.device) -> None:
     """
     if not isinstance(module, torch.nn.Module):
         return
+    for name, sub in module.named_modules():
+        if isinstance(sub, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module: {name or 'it'} is TorchScript, which has no Python that could be traced; "
+                "pass the module that it was made of."
+            )
     if module.training:
         raise ConfigError("module: it is in training mode; call module.eval() first.")
     training = [name for name, sub in module.named_modules() if sub.training]
@@ -287,7 +300,12 @@ def checked(make_inputs: MakeInputs, specs: Sequence[InputSpec]) -> MakeInputs:
         )
 
     def make(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        made = make_inputs(rows, generator)
+        try:
+            made = make_inputs(rows, generator)
+        except Exception as error:
+            raise ConfigError(
+                f"make_inputs: failed for {rows} rows{place_of(error)}: {words_of(error)}"
+            ) from error
         if not isinstance(made, Mapping):
             raise ConfigError(
                 f"make_inputs: got a {type(made).__name__}; a dict of tensors by name is needed."
@@ -311,6 +329,9 @@ def checked(make_inputs: MakeInputs, specs: Sequence[InputSpec]) -> MakeInputs:
 def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
     """Return a source of inputs like the examples: normal floats, integers drawn from theirs.
 
+    Integers that ascend, such as offsets or sorted indices, still do, from the same first one; of
+    masks whole rows are drawn.
+
     Raises:
         ConfigError: an example of integers is empty, so that there is nothing to draw from.
     """
@@ -325,13 +346,35 @@ def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
         made = {}
         for spec in specs:
             shape = spec.shape(rows)
-            if spec.example.is_floating_point():
+            if spec.example.dtype is torch.bool and spec.dims:
+                made[spec.name] = _rows_of(spec, rows, generator)
+            elif spec.example.is_floating_point():
                 made[spec.name] = torch.randn(shape, generator=generator).to(spec.example.dtype)
             else:
                 values = spec.example.flatten().cpu()
                 count = torch.Size(shape).numel()
                 pick = torch.randint(len(values), (count,), generator=generator)
-                made[spec.name] = values[pick].view(shape)
+                drawn = values[pick]
+                if _ascends(spec.example):
+                    drawn = drawn.sort().values
+                    drawn[:1] = values[0]
+                made[spec.name] = drawn.view(shape)
         return made
 
     return make
+
+
+def _rows_of(spec: InputSpec, rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Return rows of the example in its order, the same ones in each row dimension."""
+    value = spec.example.cpu()
+    pick = torch.randint(value.shape[spec.dims[0]], (rows,), generator=generator).sort().values
+    for dim in spec.dims:
+        value = value.index_select(dim, pick)
+    return value
+
+
+def _ascends(example: torch.Tensor) -> bool:
+    if example.dim() != 1 or example.dtype is torch.bool:
+        return False
+    before, after = example[:-1], example[1:]
+    return bool((after >= before).all() and (after > before).any())

@@ -153,6 +153,8 @@ def refuse_lost_context(batch: CheckedBatch) -> None:
 
 
 def _lengths(name: str, given: Any) -> list[int]:
+    if isinstance(given, torch.Tensor) and given.is_meta:
+        raise BatchError(f"batch.{name}: got a tensor on the meta device, which has no values.")
     values = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray)) else given
     if type(values) is list and set(map(type, values)) == {int} and min(values) > 0:
         return values.copy()

@@ -30,15 +30,23 @@ class Tokenizer(Protocol):
         """Return the text of `ids` without special tokens."""
 
 
+POOLINGS = ("mean", "cls", "lasttoken")
+"""What a text's hidden rows become: their mean, the first of them, or the last."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSpec:
-    """What turns texts into an encoder's tokens; see `pcgsvc.serve.embed`."""
+    """How texts become an encoder's tokens and its rows vectors; see `pcgsvc.serve.embed`."""
 
     max_length: int
     """Longest text in tokens, special ones included."""
     encode: Callable[[str, int | None], list[int]] | None = None
     """`encode(text, most)`: ids with special tokens, of no more than `most` unless that is None;
     None: there is no tokenizer."""
+    pooling: str = "mean"
+    """One of `POOLINGS`."""
+    normalize: bool = True
+    """Whether vectors are scaled to length 1."""
 
 
 @dataclass(kw_only=True)
@@ -65,5 +73,8 @@ class ModelBundle:
     embedding: EmbeddingSpec | None = None
     """Set for encoders: takes (input_ids [T], positions [T], token_types [T]) and returns hidden
     rows [T, E]."""
+    samples_from: str | None = None
+    """Set for a user's own module, whose forward is run plainly before it is traced: where
+    `make_inputs` has its inputs from, in a sentence for messages."""
     arguments: Arguments | None = None
     """The forward's arguments; None: its inputs, and no others."""

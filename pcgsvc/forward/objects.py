@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pcgsvc import torch_private
+from pcgsvc.ops.registry import find_spec
+
 # ---- what is not entered -------------------------------------------------------------------------
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -109,11 +112,15 @@ def attributes_of(value: Any, inside: str = "") -> Iterator[Place]:
                 has_hook = _REGISTERS.get(slot, False)
                 yield Place(holder.get, key, item, f"{inside}{key}", module, has_hook)
     for cls in type(value).__mro__:
-        for key, member in list(vars(cls).items()):
+        for key, member in list(vars(cls).items()) if cls not in _NO_SLOTS else ():
             if isinstance(member, types.MemberDescriptorType):
                 get = functools.partial(_slot, value, member)
                 if get(key) is not member:
                     yield Place(get, key, get(key), f"{inside}{key}")
+
+
+_NO_SLOTS = (object, torch.nn.Module)
+"""Classes of many members, none of them a slot."""
 
 
 def cells_of(function: Callable[..., Any]) -> Iterator[Place]:
@@ -272,6 +279,25 @@ def places_of(root: Any, wanted: Callable[[torch.Tensor], bool]) -> list[Place]:
     return search.places
 
 
+def global_places(wanted: set[int]) -> list[Place]:
+    """Return the globals of imported modules, and items of such, that have one of these identities.
+
+    No way of the caller's leads to them: an attribute or a closure may hold a Python module, whose
+    members are not looked through.
+    """
+    found: list[Place] = []
+    for name, module in list(sys.modules.items()) if wanted else ():
+        if isinstance(module, types.ModuleType) and not is_not_users(module):
+            for key, value in list(vars(module).items()):
+                items = list(value.values()) if type(value) is dict else value
+                inside = map(id, items) if type(items) in (list, tuple) else ()
+                if wanted.isdisjoint([id(value), *inside]):
+                    continue
+                own = Place(vars(module).get, key, value, f"{name}.{key}")
+                found += [own, *(p for p in items_of(value, own.name) if id(p.value) in wanted)]
+    return found
+
+
 class _Search:
     """Enters each object once."""
 
@@ -316,3 +342,12 @@ class _Search:
 
 def _has_no_tensors(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in _NO_TENSORS
+
+
+def tensors_of_op(op: str) -> dict[str, torch.Tensor]:
+    """Return the tensors that the Python functions behind an operator reach, by path."""
+    spec = find_spec(op)
+    if spec is None and "::" not in op:  # a Python function at which `breakable` breaks
+        return {}
+    functions = torch_private.op_functions(op) if spec is None else [spec.kernel]
+    return {n: t for f in functions if f is not None for n, t in tensors_held(f).items()}

@@ -7,7 +7,7 @@ module's state is put back. Knows nothing of tracing.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,10 @@ def run_plainly(
     """
     device = next(iter(inputs.values())).device
     copies = {name: tensor.clone() for name, tensor in inputs.items()}
-    step = StepBuffers(max_tokens=rows, max_reqs=1, blocks_per_request=0, device=device)
-    batch = check_batch(None, rows, None)
-    step.fill(batch, rows)
+    with torch_private.real_tensors():  # metadata is filled through numpy
+        step = StepBuffers(max_tokens=rows, max_reqs=1, blocks_per_request=0, device=device)
+        batch = check_batch(None, rows, None)
+        step.fill(batch, rows)
     context = use_context(step.context(batch, rows, None))
     with build_modes(device), state_kept(module, device), context:
         try:
@@ -114,8 +115,8 @@ def no_rows(reason: str, tensors: Mapping[str, torch.Tensor]) -> ConfigError:
         for dim, size in enumerate(t.shape)
     ]
     return ConfigError(
-        f"dynamic_dims: {reason}. Candidates: {', '.join(candidates) or 'none'}. Name the "
-        f"dimensions that carry the rows, such as dynamic_dims={{{next(iter(tensors))!r}: 0}}."
+        f"dynamic_dims: {reason.rstrip('.')}. Candidates: {', '.join(candidates) or 'none'}. Name "
+        f"the dimensions that carry the rows, such as dynamic_dims={{{next(iter(tensors))!r}: 0}}."
     )
 
 
@@ -132,9 +133,14 @@ def place_of(error: BaseException) -> str:
     """Return ` at file:line` of the innermost line of the user's that an error came from."""
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
+    line = line_of(traceback.extract_tb(error.__traceback__))
+    return f" at {line}" if line else ""
+
+
+def line_of(frames: Iterable[traceback.FrameSummary]) -> str:
+    """Return `file:line in function` of the innermost frame of the user's; nothing if none is."""
+    for frame in reversed(list(frames)):
         path = frame.filename
         if not torch_private.is_torch_file(path) and not path.startswith((_OWN_FOLDER, "<")):
-            return f" at {path}:{frame.lineno} in {frame.name}"
+            return f"{path}:{frame.lineno} in {frame.name}"
     return ""

@@ -50,6 +50,16 @@ class _BuildLock:
 BUILD_LOCK = _BuildLock()
 
 
+def refuse_autocast(device: torch.device) -> None:
+    """Raise ConfigError inside the caller's `torch.autocast`, which no graph would run under."""
+    if torch.is_autocast_enabled(device.type):
+        raise ConfigError(
+            f"torch.autocast({device.type!r}) is on around the build: a runner works outside of "
+            "its caller's autocast, so results would not be of the type that the module gives. "
+            "Put the autocast block into the forward, or give the module its type (module.to)."
+        )
+
+
 @contextlib.contextmanager
 def build_modes(device: torch.device) -> Iterator[None]:
     """Hold the build lock, with torch's modes as every build needs them, whatever the caller's.
@@ -58,14 +68,9 @@ def build_modes(device: torch.device) -> Iterator[None]:
     either: what is compared then runs the same ops.
 
     Raises:
-        ConfigError: the caller is inside `torch.autocast`, which no graph would run under.
+        ConfigError: see `refuse_autocast`.
     """
-    if torch.is_autocast_enabled(device.type):
-        raise ConfigError(
-            f"torch.autocast({device.type!r}) is on around the build: a runner works outside of "
-            "its caller's autocast, so results would not be of the type that the module gives. "
-            "Put the autocast block into the forward, or give the module its type (module.to)."
-        )
+    refuse_autocast(device)
     with BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.config import Config
 from pcgsvc.config.devices import dtype_name, dtype_of, module_dtype
+from pcgsvc.errors import ConfigError, ForwardError
 from pcgsvc.forward.arguments import (
     Arguments,
     DynamicDims,
@@ -28,7 +30,7 @@ from pcgsvc.forward.arguments import (
     resampler,
 )
 from pcgsvc.forward.bundle import ModelBundle
-from pcgsvc.forward.plain import infer_dynamic_dims, no_rows
+from pcgsvc.forward.plain import infer_dynamic_dims, no_rows, run_plainly
 from pcgsvc.forward.process import BUILD_LOCK
 from pcgsvc.forward.samples import Samples
 from pcgsvc.forward.specs import Binding, InputSpec
@@ -39,6 +41,12 @@ from pcgsvc.sizing.choice import SizePlan
 from pcgsvc.sizing.resolve import resolve_config
 
 logger = logging.getLogger(__name__)
+
+_RESAMPLED = (
+    "The inputs were drawn like the examples, with which it works. Give valid ones: "
+    "pcgsvc.compile(model, (x,), make_inputs=f), where f(rows, generator) returns tensors by name."
+)
+_EMPTY = "The examples are empty: pass some with rows, as in pcgsvc.compile(model, (x,))."
 
 
 @dataclass(kw_only=True)
@@ -110,8 +118,11 @@ def request_for(
         make_inputs=resampler(specs) if make_inputs is None else checked(make_inputs, specs),
         dynamic_dims=dict(dynamic_dims),
         attention=attention,
+        samples_from=_RESAMPLED if make_inputs is None else "The inputs are those of make_inputs.",
     )
     if attention is not None:
+        if not isinstance(attention, AttentionSpec):
+            raise ConfigError(f"attention: got {attention!r}, a pcgsvc.AttentionSpec is needed.")
         find_backend(resolved.config.attention.name).check(device)
     return Request(
         config=resolved.config,
@@ -122,6 +133,41 @@ def request_for(
         sizes=resolved.sizes,
         warnings=resolved.warnings,
     )
+
+
+def check_forward(request: Request) -> None:
+    """Run a user's own forward plainly, before anything is traced; its state is put back.
+
+    A model whose attention needs a KV cache is run on tensors without memory. Row counts that a
+    model does not take are left to capture: one that works is enough.
+
+    Raises:
+        ForwardError: it fails, with the examples or with inputs that were drawn for it.
+    """
+    bundle, generator = request.bundle, torch.Generator().manual_seed(request.config.seed)
+    if bundle.samples_from is None:
+        return
+    module, constants = bundle.module, request.constants
+    has_memory = bundle.attention is None
+    first = next(s for s in request.inputs if s.dims)
+    sizes = [first.example.shape[first.dims[0]] or 1, *request.config.capture.final_sizes[::-1]]
+    refusals: list[ForwardError] = []
+    for rows in dict.fromkeys(sizes):
+        made = bundle.make_inputs(rows, generator)
+        inputs = {s.name: s.laid_out(made[s.name].to(request.device)) for s in request.inputs}
+        try:
+            with contextlib.nullcontext() if has_memory else torch_private.fake_tensors():
+                run_plainly(module, inputs, constants, rows)
+            return
+        except ForwardError as error:
+            if not has_memory and torch_private.is_fake_limit(error.__cause__):
+                return  # it needs values, which only a run has
+            refusals.append(error)
+    if bundle.samples_from == _RESAMPLED and not first.example.numel():
+        raise ForwardError(f"{refusals[0]} {_EMPTY}") from refusals[0].__cause__
+    if bundle.samples_from == _RESAMPLED and has_memory:
+        run_plainly(module, {s.name: s.example for s in request.inputs}, constants, sizes[0])
+    raise ForwardError(f"{refusals[0]} {bundle.samples_from}") from refusals[0].__cause__
 
 
 def arguments_of(bundle: ModelBundle, inputs: Sequence[InputSpec]) -> Arguments:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import CodeType
 from typing import Any
 
 import torch
@@ -114,6 +115,13 @@ class Binding:
     """None for the size."""
 
 
+def value_at(source: int | str | CodeType, size: int) -> int:
+    """Return what a number, or Python source over the row count `s`, gives for `size` rows."""
+    if isinstance(source, int):
+        return source
+    return int(eval(source, {"s": size, "max": max, "min": min, "abs": abs, "__builtins__": {}}))
+
+
 @dataclass(frozen=True)
 class SizePredicate:
     """What the graph assumes of the row count `s`; replaces Dynamo's shape guards."""
@@ -129,9 +137,8 @@ class SizePredicate:
 
     def broken_by(self, size: int) -> str | None:
         """Return the first condition that `size` does not satisfy, with its origin, or None."""
-        space = {"s": size, "max": max, "min": min, "abs": abs, "__builtins__": {}}
         for at, condition in enumerate(self.conditions):
-            if not eval(condition, space):
+            if not value_at(condition, size):
                 origin = self.origins[at] if at < len(self.origins) else ""
                 return f"{condition}{f' (from {origin})' if origin else ''}"
         return None

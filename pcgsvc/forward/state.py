@@ -1,7 +1,8 @@
 """What running a forward changes of a module, put back: tensors, Python attributes, random state.
 
-In: a callable. Out: a block after which it is as before. Not seen: writes that go past torch, and
-Python state outside the module tree.
+In: a callable. Out: a block after which it is as before, also where an op writes to what its schema
+does not declare. Not seen: such writes beyond `SAVED_BYTES`, and Python state outside the module
+tree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
-from pcgsvc.forward.objects import containers_in, tensors_held, tensors_of
+from pcgsvc.forward.objects import containers_in, tensors_held, tensors_of, tensors_of_op
+
+SAVED_BYTES = 256 * 2**20
+"""Most that is copied for writes that no schema declares."""
 
 
 @contextlib.contextmanager
@@ -46,6 +50,8 @@ class _Watch(torch_private.RecordingMode):
     ) -> Any:
         if func._schema.is_mutable:
             self.writes.before(str(func._schema.name), func._schema, args, kwargs or {})
+        if func.namespace not in ("aten", "prims"):
+            self.writes.before_foreign(str(func._schema.name), (args, kwargs))
         return func(*args, **(kwargs or {}))
 
 
@@ -62,6 +68,8 @@ class Writes:
             if can_be_put_back(tensor):
                 self._kept.setdefault(storage_id(tensor), []).append((name, tensor))
         self._saved: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._written: set[str] = set()
+        self._left = SAVED_BYTES
 
     def before(self, op: str, schema: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Look at what an op is about to write to."""
@@ -78,17 +86,36 @@ class Writes:
                     "clone."
                 )
             for name, tensor in self._kept.get(storage, ()):
+                self._written.add(name)
                 if name not in self._saved:
                     self._saved[name] = (tensor, tensor.clone())
 
+    def before_foreign(self, op: str, given: Any) -> None:
+        """Look at what an op that is not torch's may write to though its schema says otherwise."""
+        reached = {f"{op}: {n}": t for n, t in tensors_of_op(op).items() if can_be_put_back(t)}
+        for leaf in pytree.tree_leaves(given):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                reached |= dict(self._kept.get(torch_private.storage_id(leaf), ()))
+        for name, tensor in reached.items():
+            if name not in self._saved and tensor.nbytes <= self._left:
+                self._left -= tensor.nbytes
+                self._saved[name] = (tensor, tensor.clone())
+
     def put_back(self) -> None:
-        """Undo what was written."""
-        for tensor, value in self._saved.values():
-            tensor.copy_(value)
+        """Undo what was written, the oldest copy of shared memory last."""
+        for name, (tensor, value) in reversed(self._saved.items()):
+            if name in self._written or not same_bits(tensor, value):
+                tensor.copy_(value)
 
     def names(self) -> set[str]:
         """Return the names of the kept tensors that were written to."""
-        return set(self._saved)
+        return self._written
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bytes."""
+    bits = [t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (one, other)]
+    return torch.equal(*bits)
 
 
 def can_be_put_back(tensor: torch.Tensor) -> bool:

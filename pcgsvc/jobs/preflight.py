@@ -30,7 +30,7 @@ from pcgsvc.torch_private import op_exists
 _ENCODERS = ("encoder", "minilm")
 """Families that give sentence vectors and have no KV cache."""
 
-_WITH_CACHE = (Job.RUN, Job.COMPILE, Job.CACHE)
+_WITH_CACHE = (Job.RUN, Job.COMPILE, Job.CACHE, Job.VERIFY)
 """Jobs that open the disk cache."""
 
 

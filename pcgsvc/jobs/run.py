@@ -5,9 +5,10 @@ In: a validated config. Out: a report, and what a person reads. Knows nothing of
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,18 @@ from rich.console import Console
 
 from pcgsvc.check.timing import time_entries
 from pcgsvc.config import Config, Job
-from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
+from pcgsvc.config.devices import device_of
+from pcgsvc.errors import ConfigError, PcgError, UncoveredError, VerifyError
 from pcgsvc.events import Phases, Progress, phase_events
 from pcgsvc.forward.request import make_samples
 from pcgsvc.forward.sampling import Sampling
 from pcgsvc.jobs.cache import cache_job
+from pcgsvc.jobs.doctor import FAIL, examine
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.plan.section import plan_report
 from pcgsvc.jobs.sizes.recommend import sizes_job
 from pcgsvc.jobs.sizes.replay import replay
+from pcgsvc.jobs.verify import verify_all
 from pcgsvc.models.request import request_of
 from pcgsvc.ops.expert_group import rank_of_process, uses_group
 from pcgsvc.pipeline import build_from_config, compile_only
@@ -32,9 +36,9 @@ from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plan_files import draw_plan, picture_problem
 from pcgsvc.report.progress import progress_for
-from pcgsvc.report.report import write_report
+from pcgsvc.report.report import report_head, write_report
 from pcgsvc.report.sizes_table import show_traffic
-from pcgsvc.report.tables import console, show_place, show_report, show_text
+from pcgsvc.report.tables import console, show_place, show_report, show_rows, show_text
 from pcgsvc.serve.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -57,6 +61,8 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.COMPARE: _compare,
         Job.CONFIG: _config,
         Job.SIZES: _sizes,
+        Job.VERIFY: _verify,
+        Job.DOCTOR: _doctor,
     }
     rank = rank_of_process() if uses_group(config) else 0
     if rank:
@@ -107,15 +113,49 @@ def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 
 def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     started = time.perf_counter()
-    with progress_for(out) as progress:
+    with progress_for(out) as progress, _refusal_reported(progress, report_path, out):
         report = compile_only(request_of(config, progress), progress)
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
     return _finish(report, report_path, out)
 
 
+def _verify(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    """Try every mode and strategy, and report; VerifyError if any was wrong."""
+    with progress_for(out) as progress:
+        done = verify_all(config, progress)
+    head = report_head(config, str(device_of(config)))
+    report = {**done.report, **head, "tries": [one._asdict() for one in done.tries]}
+    _show_rows(report["tries"], report, report_path, out)
+    if (problem := done.problem()) is not None:
+        raise VerifyError(f"job=verify: {problem}")
+    return report
+
+
+def _doctor(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+    """Look at machine and model, and report; PcgError if a job would not work."""
+    with progress_for(out) as progress:
+        found = examine(config, progress)
+    head = report_head(config, str(device_of(config)))
+    report = {**head, "doctor": [one._asdict() for one in found]}
+    _show_rows(report["doctor"], report, report_path, out)
+    if failed := [one.item for one in found if one.state == FAIL]:
+        raise PcgError(f"job=doctor: would not work with these settings: {', '.join(failed)}")
+    return report
+
+
+def _show_rows(
+    rows: list[dict[str, Any]], report: dict[str, Any], path: Path, out: Console
+) -> None:
+    write_report(report, path)
+    show_rows(out, rows)
+    show_place(out, path.absolute())
+
+
 def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     """Build, verify every entry, time it, continue the prompt, report."""
-    with progress_for(out) as progress, _verified(config, progress, report_path, out) as runner:
+    with progress_for(out) as progress, contextlib.ExitStack() as life:
+        with _refusal_reported(progress, report_path, out, bench=[]):
+            runner = life.enter_context(build_from_config(config, progress, check=True))
         report = runner.report
         report["bench"] = _timed(runner, config, progress) if config.bench.enabled else []
         if config.traffic is not None:
@@ -147,14 +187,17 @@ def _timed(runner: Runner, config: Config, progress: Progress) -> list[dict[str,
         )
 
 
-def _verified(config: Config, progress: Progress, report_path: Path, out: Console) -> Runner:
-    """Build the runner; where it is refused, write and show the report before raising."""
+@contextlib.contextmanager
+def _refusal_reported(
+    progress: Progress, report_path: Path, out: Console, **sections: Any
+) -> Iterator[None]:
+    """Write and show the report of what a block refuses, with further sections, before raising."""
     try:
-        return build_from_config(config, progress, check=True)
+        yield
     except VerifyError as error:
         if error.report is not None:
             progress.stop()
-            _finish({**error.report, "bench": []}, report_path, out)
+            _finish({**error.report, **sections}, report_path, out)
         raise
 
 

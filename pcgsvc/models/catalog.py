@@ -17,6 +17,7 @@ from pcgsvc import torch_private
 from pcgsvc.config import Config, ModelConfig, to_dict
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.forward.bundle import ModelBundle, Tokenizer
+from pcgsvc.forward.process import refuse_autocast
 from pcgsvc.models import encoder, encoder_family, llama_moe, two_regions
 from pcgsvc.models import module as users
 from pcgsvc.models.checkpoint import LlamaCheckpoint, open_checkpoint
@@ -81,8 +82,9 @@ def build_model(config: Config, *, device: torch.device, dtype: torch.dtype | No
     Random weights come from `config.seed`. `dtype=None` (`model=module` only): as it is made.
 
     Raises:
-        ConfigError: as `validate_model`.
+        ConfigError: as `validate_model`; or the caller is inside `torch.autocast`.
     """
+    refuse_autocast(device)
     bundle = _find_family(config.model).build(config, device, dtype)
     if isinstance(bundle.module, torch.nn.Module):
         bundle.module.eval().requires_grad_(False)

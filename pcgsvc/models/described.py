@@ -7,6 +7,9 @@ arguments that are no tensors. Knows nothing of modules.
     x: {shape: [tokens, 32], dtype: float16}     fill: normal, uniform, zeros or ones
     ids: {shape: [tokens], dtype: int64, high: 1000}      whole numbers from `low` (0) to high - 1
     positions: {shape: [tokens], dtype: int64, fill: arange}      0, 1, … along the rows
+    offsets: {shape: [tokens], kind: offsets, high: 64}     ascending from 0 to at most `high`
+    owners: {shape: [tokens], kind: sorted, high: 8}        ascending whole numbers below `high`
+    keep: {shape: [tokens, 16], kind: mask}                 true or false, something true per row
     scale: 2.0                                   no tensor: a fixed argument
     sizes: {value: [1, 2]}                       the same, for lists and mappings
 """
@@ -22,7 +25,9 @@ import torch
 from pcgsvc.errors import ConfigError, near
 
 _FILLS = ("normal", "uniform", "arange", "zeros", "ones")
-_FIELDS = ("shape", "dtype", "fill", "low", "high")
+_FIELDS = ("shape", "dtype", "fill", "low", "high", "kind")
+_KINDS = {"offsets": torch.int64, "sorted": torch.int64, "mask": torch.bool}
+"""What values that are no independent draws may be, with the dtype where none is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,7 @@ class Described:
     dtype: torch.dtype | None
     """None: the model's."""
     fill: str
-    """One of `_FILLS`, or `integers`."""
+    """One of `_FILLS` or `_KINDS`, or `integers`."""
     low: float
     high: float | None
 
@@ -45,6 +50,18 @@ class Described:
         if self.fill == "integers":
             limit = 2 if dtype is torch.bool else int(self.high or 0)
             return torch.randint(int(self.low), limit, shape, generator=generator).to(dtype)
+        if self.fill == "mask":  # a row with nothing in it would be NaN after a softmax
+            kept = torch.randint(2, shape, generator=generator).to(dtype)
+            kept[..., :1] = 1
+            return kept
+        if self.fill in ("offsets", "sorted"):
+            at = next((d for d, n in enumerate(self.shape) if isinstance(n, str)), 0)
+            limit = int(self.high or 0) + (self.fill == "offsets")
+            drawn = torch.randint(int(self.low), limit, shape, generator=generator)
+            drawn = drawn.sort(dim=at).values
+            if self.fill == "offsets" and drawn.numel():
+                drawn.select(at, 0).fill_(int(self.low))
+            return drawn.to(dtype)
         if self.fill == "arange":
             at = next((d for d, n in enumerate(self.shape) if isinstance(n, str)), 0)
             count = torch.arange(shape[at]) % int(self.high or shape[at])
@@ -114,6 +131,9 @@ def _described(path: str, value: Mapping[str, Any]) -> Described:
             "such as [tokens, 32]."
         )
     dtype = _dtype(f"{path}.dtype", value.get("dtype"))
+    kind = value.get("kind")
+    if kind is not None:
+        return _of_kind(path, value, tuple(shape), dtype)
     whole = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
     fill = value.get("fill", "integers" if whole else "normal")
     fills = [f for f in _FILLS if not whole or f not in ("normal", "uniform")]
@@ -121,10 +141,7 @@ def _described(path: str, value: Mapping[str, Any]) -> Described:
         raise ConfigError(
             f"{path}.fill: got {fill!r}{near(str(fill), fills)} Choices: {', '.join(fills)}."
         )
-    low, high = value.get("low", 0), value.get("high")
-    for field, limit in (("low", low), ("high", high)):
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
-            raise ConfigError(f"{path}.{field}: got {limit!r}, a number is needed.")
+    low, high = _limits(path, value)
     if fill == "integers" and dtype is not torch.bool and (high is None or not low < high):
         raise ConfigError(
             f"{path}.high: got {high!r}; valid whole numbers go from low={low} to high - 1, so a "
@@ -132,6 +149,36 @@ def _described(path: str, value: Mapping[str, Any]) -> Described:
             "ones."
         )
     return Described(shape=tuple(shape), dtype=dtype, fill=str(fill), low=low, high=high)
+
+
+def _of_kind(
+    path: str, value: Mapping[str, Any], shape: tuple[int | str, ...], dtype: torch.dtype | None
+) -> Described:
+    """Return an input whose values depend on each other."""
+    kind, (low, high) = value["kind"], _limits(path, value)
+    if kind not in _KINDS:
+        raise ConfigError(f"{path}.kind: got {kind!r}{near(str(kind), _KINDS)} {_CHOICES}")
+    if "fill" in value:
+        raise ConfigError(f"{path}: got kind={kind} with fill={value['fill']!r}; pass one.")
+    dtype = dtype or _KINDS[kind]
+    if kind != "mask" and (dtype.is_floating_point or dtype is torch.bool):
+        raise ConfigError(f"{path}.dtype: got {dtype} with kind={kind}; whole numbers are needed.")
+    if kind != "mask" and (high is None or not low < high):
+        raise ConfigError(
+            f"{path}.high: got {high!r}; kind={kind} needs how far the numbers go, above low={low}."
+        )
+    return Described(shape=shape, dtype=dtype, fill=kind, low=low, high=high)
+
+
+_CHOICES = f"Choices: {', '.join(_KINDS)}."
+
+
+def _limits(path: str, value: Mapping[str, Any]) -> tuple[float, float | None]:
+    low, high = value.get("low", 0), value.get("high")
+    for field, limit in (("low", low), ("high", high)):
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
+            raise ConfigError(f"{path}.{field}: got {limit!r}, a number is needed.")
+    return low, high
 
 
 def _is_size(size: Any) -> bool:

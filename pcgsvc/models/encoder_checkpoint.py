@@ -1,9 +1,8 @@
 """A BERT checkpoint on disk, as sentence-transformers lays it out.
 
 In: a folder with `model.safetensors` and `config.json`, and beside them, where there are any,
-`tokenizer.json`, `modules.json`, `sentence_bert_config.json` and `1_Pooling/config.json`. Out:
-`EncoderCheckpoint`, of which everything but the tensors' values has been checked. What would give
-other sentence vectors than ours (another pooling, further layers) is refused.
+`tokenizer.json` and the files of `sentence_modules`. Out: `EncoderCheckpoint`, of which everything
+but the tensors' values has been checked.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.models.dims import stated_dims
 from pcgsvc.models.encoder import Encoder, EncoderDims
 from pcgsvc.models.files import Shape, check_stated, check_tensors, open_safetensors, read_json
+from pcgsvc.models.sentence_modules import SentenceModules, read_sentence_modules
 from pcgsvc.models.weights import Checkpoint
 
 _DIMS = {
@@ -57,7 +57,6 @@ _LAYER = {
 """Our name of a layer's part: transformers' names of what is stacked in it, row-wise."""
 _UNUSED = ("pooler.", "cls.", "embeddings.position_ids")
 """Tensors of a BERT that no sentence vector depends on."""
-_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +66,8 @@ class EncoderCheckpoint(Checkpoint):
     dims: EncoderDims
     max_length: int
     """Longest text in tokens, special ones included, as the checkpoint states it."""
+    sentence: SentenceModules
+    """What is done with texts before the encoder, and with its rows behind it."""
     tokenizer: Path | None
     """The tokenizer's file, if there is one."""
 
@@ -85,7 +86,8 @@ def open_encoder(weights: str | Path) -> EncoderCheckpoint:
             "config.json, or leave it out for random weights. all-MiniLM-L6-v2 is fetched by "
             "scripts/fetch-minilm and found by model=minilm."
         )
-    folder = path if path.is_dir() else path.parent
+    sentence = read_sentence_modules(path if path.is_dir() else path.parent)
+    folder = sentence.folder if path.is_dir() else path.parent
     file = folder / "model.safetensors" if path.is_dir() else path
     if file.suffix != ".safetensors" or not file.is_file():
         raise ConfigError(
@@ -93,7 +95,6 @@ def open_encoder(weights: str | Path) -> EncoderCheckpoint:
             "model.safetensors."
         )
     dims = _dims(folder / "config.json")
-    _check_modules(folder)
     handle = open_safetensors(file, "encoder")
     names = {name.removeprefix("bert."): name for name in handle.keys()}  # noqa: SIM118
     names = {k: v for k, v in names.items() if not k.startswith(_UNUSED)}
@@ -103,7 +104,8 @@ def open_encoder(weights: str | Path) -> EncoderCheckpoint:
     return EncoderCheckpoint(
         path=folder,
         dims=dims,
-        max_length=_max_length(folder, dims),
+        max_length=min(sentence.max_length or dims.max_position, dims.max_position),
+        sentence=sentence,
         tokenizer=tokenizer if tokenizer.is_file() else None,
         parts=parts,
         read=lambda part: handle.get_tensor(names[part]),
@@ -127,34 +129,6 @@ def _dims(path: Path) -> EncoderDims:
     except KeyError as error:
         raise ConfigError(f"model.weights: '{path}' does not state {error}.") from None
     return stated_dims(EncoderDims, path, **values)
-
-
-def _check_modules(folder: Path) -> None:
-    """Refuse what sentence-transformers would do and we would not."""
-    listed = folder / "modules.json"
-    if listed.is_file():
-        kinds = [str(m.get("type", "")).rpartition(".")[2] for m in read_json(listed, list)]
-        other = [kind for kind in kinds if kind not in _MODULES]
-        if other:
-            raise ConfigError(
-                f"model.weights: '{listed}' has the modules {other} behind the encoder; sentence "
-                f"vectors here are made by {', '.join(_MODULES)} alone."
-            )
-    pooling = folder / "1_Pooling" / "config.json"
-    if pooling.is_file():
-        data = read_json(pooling, dict)
-        modes = [k for k, v in data.items() if k.startswith("pooling_mode_") and v is True]
-        if modes != ["pooling_mode_mean_tokens"]:
-            raise ConfigError(
-                f"model.weights: '{pooling}' asks for {modes}; sentence vectors here are the mean "
-                "of their tokens (pooling_mode_mean_tokens)."
-            )
-
-
-def _max_length(folder: Path, dims: EncoderDims) -> int:
-    path = folder / "sentence_bert_config.json"
-    stated = read_json(path, dict).get("max_seq_length") if path.is_file() else None
-    return min(stated, dims.max_position) if isinstance(stated, int) else dims.max_position
 
 
 def _own_shapes(dims: EncoderDims) -> dict[str, Shape]:

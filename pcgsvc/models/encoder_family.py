@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from pcgsvc.models.encoder import Encoder, EncoderDims, preset_dims, refuse_atte
 from pcgsvc.models.encoder_checkpoint import EncoderCheckpoint, open_encoder
 from pcgsvc.models.extras import require
 from pcgsvc.models.fetched import find_weights
+from pcgsvc.models.sentence_modules import SentenceModules
 from pcgsvc.models.weights import check_explicit, initialize, load_weights
 
 logger = logging.getLogger(__name__)
@@ -58,18 +60,27 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
     if source.tokenizer is None:
         logger.info("no tokenizer.json, so runner.embed takes no texts; embed_ids takes ids")
     else:
-        encode = WordPiece(source.tokenizer).encode
-    return _bundle(module, device, EmbeddingSpec(max_length=source.max_length, encode=encode))
+        encode = WordPiece(source.tokenizer, source.sentence).encode
+    embedding = EmbeddingSpec(
+        max_length=source.max_length,
+        encode=encode,
+        pooling=source.sentence.pooling,
+        normalize=source.sentence.normalize,
+    )
+    return _bundle(module, device, embedding)
 
 
 class WordPiece:
     """The tokenizer of a `tokenizer.json`; its own padding and truncation are switched off.
 
+    Texts get the checkpoint's default prompt, and the case that it asks for.
+
     Raises:
         ConfigError: the file cannot be read, or the package `tokenizers` is missing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sentence: SentenceModules) -> None:
+        self._prompt = sentence.prompt
         package = require("tokenizers", "encoder")
         try:
             self._whole = package.Tokenizer.from_file(str(path))
@@ -79,13 +90,26 @@ class WordPiece:
         for tokenizer in (self._whole, self._cut):
             tokenizer.no_padding()
             tokenizer.no_truncation()
+            _set_case(package.normalizers, tokenizer, sentence)
 
     def encode(self, text: str, max_length: int | None = None) -> list[int]:
         """Return the ids of a text between its special tokens; of no more than `max_length`."""
+        text = self._prompt + text
         if max_length is None:
             return list(self._whole.encode(text).ids)
         self._cut.enable_truncation(max_length)
         return list(self._cut.encode(text).ids)
+
+
+def _set_case(normalizers: Any, tokenizer: Any, sentence: SentenceModules) -> None:
+    """Have a tokenizer make lower case what the checkpoint's settings say, as transformers does."""
+    own = tokenizer.normalizer
+    if sentence.tokenizer_lower_case is not None and isinstance(own, normalizers.BertNormalizer):
+        own.lowercase = sentence.tokenizer_lower_case
+        tokenizer.normalizer = own
+    if sentence.lower_case:
+        steps = [normalizers.Lowercase(), *([own] if own is not None else [])]
+        tokenizer.normalizer = normalizers.Sequence(steps)
 
 
 def _bundle(module: Encoder, device: torch.device, embedding: EmbeddingSpec) -> ModelBundle:

@@ -29,6 +29,10 @@ from pcgsvc.models.extras import require
 from pcgsvc.models.targets import load_target
 from pcgsvc.ops.attention import AttentionSpec
 
+_DESCRIBED = (
+    "The inputs were drawn as model.inputs describes: where they are what is wrong, describe there "
+    "what the model takes (shape, dtype, fill, low and high, kind)."
+)
 _TWO_SIZES = (3, 5)
 """Row counts that `example_inputs` is asked for, to see which dimensions follow them."""
 
@@ -101,9 +105,11 @@ def build(config: Config, device: torch.device, dtype: torch.dtype | None) -> Mo
         tensors, constants = read_inputs(model.inputs)
         _check_names(module.forward, [*tensors, *constants])
         example = _from_description(tensors, constants, floats)
+        source = _DESCRIBED
     else:
         example = _from_method(module, model)
-    return _bundle(module, example, device, dtype)
+        source = "The inputs are those of its own example_inputs."
+    return _bundle(module, example, device, dtype, source)
 
 
 def _bundle(
@@ -111,6 +117,7 @@ def _bundle(
     example: Callable[[int, torch.Generator], Any],
     device: torch.device,
     cast: torch.dtype | None,
+    source: str,
 ) -> ModelBundle:
     generator = torch.Generator().manual_seed(0)
     first, second = (read_arguments(module, example(n, generator)) for n in _TWO_SIZES)
@@ -143,6 +150,7 @@ def _bundle(
         module=module,
         make_inputs=make,
         dynamic_dims=dims,
+        samples_from=source,
         arguments=arguments,
         attention=_attention(module),
     )

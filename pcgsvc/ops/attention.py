@@ -52,7 +52,25 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         """Check what does not depend on a backend."""
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position"):
+            count = getattr(self, name)
+            if type(count) is not int or count < 1:
+                raise ConfigError(
+                    f"AttentionSpec: got {name}={count!r}; a whole number, at least 1, is needed."
+                )
         windows = self.sliding_windows
+        for name, kinds in (("scale", float | int), ("softcap", float | int | None)):
+            if not isinstance(getattr(self, name), kinds):
+                raise ConfigError(
+                    f"AttentionSpec: got {name}={getattr(self, name)!r}; a number is needed."
+                )
+        if not isinstance(windows, tuple | list | None) or not all(
+            isinstance(w, int | None) for w in windows or ()
+        ):
+            raise ConfigError(
+                f"AttentionSpec: got sliding_windows={windows!r}; None, or a number or None for "
+                "each layer, is needed."
+            )
         problems = [
             (
                 self.num_heads % self.num_kv_heads != 0,

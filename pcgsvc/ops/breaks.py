@@ -9,10 +9,34 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
+from pcgsvc.errors import ConfigError
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+WAYS_OUT = """\
+Ways out, where `step` is what cannot be in a graph, and writes its result into a tensor (rows
+that are padding are to be left out of sums: x[pcgsvc.true_rows(x)]):
+  an op of its own, at which the graph is split; the model calls torch.ops.mine.step(x, out):
+    @pcgsvc.splitting_op("mine::step", mutates_args=("out",))
+    def step(x: torch.Tensor, out: torch.Tensor) -> None: ...
+  or partition.strategy=breakable, which traces nothing, and the function marked where it is:
+    @pcgsvc.eager_break
+    def step(x, out): ..."""
+"""What to do about code that no graph can hold, for messages."""
+HOST_READS = ("aten::_local_scalar_dense", "aten::item")
+"""Ops with which the host waits for a value of the device: .item(), bool(), int(), if."""
+
+
+def host_reads_refused(lines: Iterable[str]) -> str:
+    """Return what is wrong with a forward in which the host waits for values, at these lines."""
+    return (
+        f"the forward waits for a device value at {', '.join(dict.fromkeys(lines))} "
+        "(.item(), bool(), int(), float(), if): in a graph it would be frozen at its value of the "
+        f"capture run.\n{WAYS_OUT}"
+    )
 
 
 class BreakHandler(Protocol):
@@ -37,7 +61,21 @@ def eager_break(function: F) -> F:
     ordinary call. It must write into tensors that it is given (returning a fresh tensor is an
     error), and its other arguments are frozen at capture: what changes from step to step is read
     from `pcgsvc.current_context()`.
+
+        @pcgsvc.eager_break
+        def step(x: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(x * x[pcgsvc.true_rows(x)].sum().item())
+
+        runner = pcgsvc.compile(model, (x,), partition={"strategy": "breakable"})
+
+    Raises:
+        ConfigError: it is no function.
     """
+    if isinstance(function, type) or not callable(function):
+        raise ConfigError(
+            f"eager_break: got {function!r}; it stands over a function, without arguments: "
+            "@pcgsvc.eager_break."
+        )
 
     @functools.wraps(function)
     def broken(*args: Any, **kwargs: Any) -> Any:

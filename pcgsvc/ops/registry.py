@@ -21,6 +21,7 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.ops.support import Support
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def splitting_op(
             name,
             function,
             mutates_args=mutates_args,
-            support=Support.parse(support),
+            support=Support.parse(support),  # None is not for callers
             fake=fake,
             zeroes_padding=zeroes_padding,
             tags=tags,
@@ -134,11 +135,19 @@ def register_splitting_op(
     `torch.library.custom_op` is not used: it costs 4 to 7 times as much per call as
     `Library.define` and `impl` (measured on torch 2.11, 2.13 and 2.14).
     """
-    mutated = tuple(mutates_args)
-    namespace, _, op = name.partition("::")
+    namespace, _, op = name.partition("::") if isinstance(name, str) else ("", "", "")
     if not (namespace.isidentifier() and op.isidentifier()):
-        raise ConfigError(f"splitting op name: got {name!r}, 'namespace::op' is needed.")
-    signature = torch.library.infer_schema(kernel, mutates_args=mutated, op_name=op)
+        raise ConfigError(f"splitting op name: got {name!r}, 'namespace::op' is needed: {_CALL}.")
+    if not inspect.isroutine(kernel):
+        raise ConfigError(f"splitting op {name}: got {kernel!r}, a function is needed: {_CALL}.")
+    mutated = _words(name, "mutates_args", mutates_args, str)
+    for what, given in (("fake", fake), ("bind", bind)):
+        if given is not None and not callable(given):
+            raise ConfigError(f"splitting op {name}: got {what}={given!r}, a function is needed.")
+    try:
+        signature = torch.library.infer_schema(kernel, mutates_args=mutated, op_name=op)
+    except ValueError as error:  # an annotation that is missing, or that no op can have
+        raise ConfigError(f"splitting op {name}: {error}") from error
     returns_nothing = signature.endswith("-> ()")
     if returns_nothing and not mutated:
         raise ConfigError(
@@ -155,7 +164,7 @@ def register_splitting_op(
             f"splitting op {name}: already registered by {where_defined(known.kernel)}; "
             f"{where_defined(kernel)} needs another name."
         )
-    _declare(name, signature, tuple(tags))
+    _declare(name, signature, _words(name, "tags", tags, torch.Tag))
     schema = str(getattr(getattr(torch.ops, namespace), op).default._schema)
     spec = OpSpec(
         name=name,
@@ -163,7 +172,7 @@ def register_splitting_op(
         fake=fake,
         schema=schema,
         mutates_args=mutated,
-        support=support,
+        support=None if support is None else Support.parse(support),
         zeroes_padding=zeroes_padding,
         stands_for=stands_for,
         bind=bind,
@@ -171,6 +180,21 @@ def register_splitting_op(
     )
     _SPECS[name] = spec
     return spec
+
+
+_CALL = "@pcgsvc.splitting_op('mine::op', mutates_args=('out',)) over def op(x: torch.Tensor, …)"
+
+
+def _words(name: str, what: str, given: Any, kind: type[T]) -> tuple[T, ...]:
+    """Return what a list of one kind holds; ConfigError if it is no such list."""
+    is_list = isinstance(given, Iterable) and not isinstance(given, (str, torch.Tensor))
+    found = tuple(given) if is_list else ()
+    if not is_list or not all(isinstance(value, kind) for value in found):
+        raise ConfigError(
+            f"splitting op {name}: got {what}={given!r}, a list of {kind.__name__} is needed: "
+            f"{_CALL}."
+        )
+    return found
 
 
 def _declare(name: str, signature: str, tags: tuple[torch.Tag, ...]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import enum
 
+from pcgsvc.errors import ConfigError
+
 
 class Support(enum.IntEnum):
     """Which batches may be captured with an op inside; a program has the least of its ops'."""
@@ -22,11 +24,11 @@ class Support(enum.IntEnum):
 
     @classmethod
     def parse(cls, word: str | Support) -> Support:
-        """Return the level called `word` (any case); ValueError lists the levels."""
+        """Return the level called `word` (any case); ConfigError lists the levels."""
         if isinstance(word, Support):
             return word
-        try:
-            return cls[word.upper()]
-        except KeyError:
+        found = cls.__members__.get(str(word).upper())
+        if found is None:
             levels = ", ".join(level.name.lower() for level in cls)
-            raise ValueError(f"support: got {word!r}. Choices: {levels}.") from None
+            raise ConfigError(f"support: got {word!r}. Choices: {levels}.")
+        return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from pcgsvc.errors import ConfigError
 from pcgsvc.ops.context import find_context
 
 _LIBRARY = torch.library.Library("pcgsvc", "FRAGMENT")
@@ -37,6 +38,13 @@ def true_rows(x: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: a tensor whose first dimension is the step's rows, T.
+
+    Raises:
+        ConfigError: it is no such tensor.
     """
+    if not isinstance(x, torch.Tensor) or not x.dim():
+        raise ConfigError(
+            f"true_rows: got {x!r}; a tensor with rows is needed: pcgsvc.true_rows(x)."
+        )
     mask: torch.Tensor = torch.ops.pcgsvc.true_rows(x)
     return mask

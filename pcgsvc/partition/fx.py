@@ -13,6 +13,7 @@ its producer, so that no tuple crosses a border.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,11 +137,40 @@ def canonical_op_name(name: str) -> str:
     return name
 
 
+def _aten_name(name: str) -> str:
+    """Return the op of a function as users call it: `F.relu`, `relu`, `nn.functional.relu`."""
+    home, _, short = name.rpartition(".")
+    is_function = home in ("", "F", "functional", "nn.functional", "torch.nn.functional")
+    return f"aten::{short}" if is_function else name
+
+
+def _of_module(traced: TracedGraph, name: str) -> str:
+    """Say which ops stand for a module of torch's that was named as a splitting op."""
+    short = re.split(r"::|\.", name)[-1]
+    cls = getattr(torch.nn, short, None)
+    if not isinstance(cls, type):
+        return ""
+    inside = {
+        op_names(node)[0]
+        for node in iter_calls(traced.graph)
+        for _, kind in (node.meta.get("nn_module_stack") or {}).values()
+        if short in (getattr(kind, "__name__", ""), str(kind).rpartition(".")[2])
+    }
+    stands = f", which in this graph is {sorted(inside)}" if inside else ""
+    return f" {short} is a module{stands}; a graph has operators only."
+
+
 def _match(
     traced: TracedGraph, splitting_ops: Sequence[str] | None, extra: Sequence[str]
 ) -> tuple[dict[torch.fx.Node, _Match], dict[str, int]]:
-    named = {canonical_op_name(n): "named in partition.extra_splitting_ops" for n in extra}
-    named |= {canonical_op_name(n): "named in partition.splitting_ops" for n in splitting_ops or []}
+    calls = {name for node in iter_calls(traced.graph) for name in op_names(node)}
+
+    def resolved(name: str) -> str:
+        function = _aten_name(name)
+        return function if name not in calls and function in calls else canonical_op_name(name)
+
+    named = {resolved(n): "named in partition.extra_splitting_ops" for n in extra}
+    named |= {resolved(n): "named in partition.splitting_ops" for n in splitting_ops or []}
     asked = list(named)
     registered = default_boundaries(splitting_ops)
     matches: dict[torch.fx.Node, _Match] = {}
@@ -165,6 +195,7 @@ def _match(
             f"partition.splitting_ops: not in the traced graph: {missing}{near(missing[0], there)} "
             f"Operators it does have: {there}. Registered splitting ops: {registered_names()}. "
             "Correct the name, or register the operator with pcgsvc.splitting_op."
+            f"{_of_module(traced, missing[0])}"
         )
     return matches, counts
 

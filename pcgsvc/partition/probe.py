@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,12 @@ from torch.utils import _pytree as pytree
 from pcgsvc import torch_private
 from pcgsvc.errors import CaptureError, SplitError, TraceError
 from pcgsvc.forward.objects import tensors_held, tensors_of
+from pcgsvc.forward.plain import line_of
 from pcgsvc.forward.results import ResultTree, flatten
 from pcgsvc.forward.samples import Samples
 from pcgsvc.forward.state import Attributes, Writes
 from pcgsvc.forward.workspace import Workspace
-from pcgsvc.ops.breaks import handle_breaks
+from pcgsvc.ops.breaks import HOST_READS, handle_breaks, host_reads_refused
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.submodules import Calls, watched
 from pcgsvc.program.program import Boundaries
@@ -55,6 +57,7 @@ class Forward:
         samples: source of valid inputs.
         constants: non-tensor arguments.
         boundaries: where it breaks.
+        captures: whether it will be captured.
     """
 
     module: Callable[..., Any]
@@ -62,6 +65,7 @@ class Forward:
     samples: Samples
     constants: Mapping[str, Any]
     boundaries: Boundaries
+    captures: bool = True
 
     def probe(self, least: int) -> ForwardProbe:
         """Run the forward a few times and write down what it returned and where it breaks.
@@ -88,6 +92,8 @@ class Forward:
         finally:
             changed = before.restore()
             writes.put_back()
+        if self.captures and first.host_reads:
+            raise CaptureError(host_reads_refused(first.host_reads))
         _refuse_side_effects(self.module, changed)
         _refuse_changing_arguments(first, again)
         _refuse_unmarked_attention(first)
@@ -143,13 +149,20 @@ class ForwardRun:
     frozen: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     attention: set[str] = field(default_factory=set)
     calls: Calls = field(default_factory=Calls)
+    host_reads: list[str] = field(default_factory=list)
+    """The lines outside breaks at which the host waits for a value."""
+    in_break: bool = False
 
     def at_function(
         self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """See `BreakHandler.at_function`."""
         self.broke(name, args, kwargs)
-        return function(*args, **kwargs)
+        self.in_break = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.in_break = False
 
     def broke(self, name: str, args: Any, kwargs: Any) -> None:
         """Note a break and what of its arguments will be frozen."""
@@ -176,6 +189,8 @@ class _Ops(torch_private.RecordingMode):
         if name in self._names:
             self._run.broke(name, args, kwargs)
             return func(*args, **kwargs)
+        if name in HOST_READS and not self._run.in_break:
+            self._run.host_reads.append(line_of(traceback.extract_stack()))
         result = func(*args, **kwargs)
         launches = not name.startswith(("aten::empty", "aten::new_empty", "prim::"))
         if launches and not func.is_view:

@@ -8,11 +8,10 @@ where it is stored.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import types
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -248,7 +247,7 @@ def to_json(image: ProgramImage) -> bytes:
 def from_json(data: bytes) -> ProgramImage:
     """Read an image; CompileError if it is not one."""
     try:
-        image: ProgramImage = _read(ProgramImage, json.loads(data))
+        image: ProgramImage = _reader(ProgramImage)(json.loads(data))
         wrong = [h for h, document in image.documents.items() if digest(document) != h]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CompileError(
@@ -260,21 +259,24 @@ def from_json(data: bytes) -> ProgramImage:
     return image
 
 
-_hints_of = functools.cache(get_type_hints)
-
-
-def _read(kind: Any, tree: Any) -> Any:
-    """Return a value of an annotated type from JSON types: what `asdict` made of it."""
-    inner = get_args(kind)
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """Return what makes a value of an annotated type from JSON types: what `asdict` made of it."""
+    inner, origin = get_args(kind), get_origin(kind)
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = {f.name: _hints_of(kind)[f.name] for f in fields(kind) if f.compare}
-        return kind(**{name: _read(hint, tree[name]) for name, hint in hints.items()})
-    if get_origin(kind) is tuple:
-        kinds = itertools.repeat(inner[0], len(tree)) if inner[-1] is ... else inner
-        return tuple(_read(k, value) for k, value in zip(kinds, tree, strict=True))
-    if get_origin(kind) is dict:
-        key_of = int if inner[0] is int else str
-        return {key_of(key): _read(inner[1], value) for key, value in tree.items()}
-    if get_origin(kind) is types.UnionType:
-        return None if tree is None else _read(inner[0], tree)
-    return kind(tree) if kind is Kind else tree
+        hints = get_type_hints(kind)
+        of = [(f.name, _reader(hints[f.name])) for f in fields(kind) if f.compare]
+        return lambda tree: kind(**{name: read(tree[name]) for name, read in of})
+    if origin is tuple and inner[-1] is ...:
+        item = _reader(inner[0])
+        return lambda tree: tuple(item(value) for value in tree)
+    if origin is tuple:
+        items = [_reader(k) for k in inner]
+        return lambda tree: tuple(r(value) for r, value in zip(items, tree, strict=True))
+    if origin is dict:
+        key, item = int if inner[0] is int else str, _reader(inner[1])
+        return lambda tree: {key(name): item(value) for name, value in tree.items()}
+    if origin is types.UnionType:
+        item = _reader(inner[0])
+        return lambda tree: None if tree is None else item(tree)
+    return Kind if kind is Kind else lambda tree: tree

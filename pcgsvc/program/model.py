@@ -92,7 +92,11 @@ class CompiledModel:
 
     def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Call the module under the current context; results in the order of the graph's."""
-        leaves = tensors_in(self.module(**inputs, **self.arguments.constants))
+        return self.results_of(self.module(**inputs, **self.arguments.constants))
+
+    def results_of(self, result: Any) -> list[torch.Tensor]:
+        """Return the tensors of a forward's result that a graph gives, in the graph's order."""
+        leaves = tensors_in(result)
         if len(leaves) != len(self.outputs.leaves):
             raise VerifyError(
                 f"plain execution returns {len(leaves)} tensors, the traced forward "

@@ -20,14 +20,12 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.errors import CaptureError, PcgError
-from pcgsvc.forward.objects import tensors_held, tensors_of
+from pcgsvc.forward.objects import tensors_of, tensors_of_op
+from pcgsvc.forward.state import SAVED_BYTES, same_bits
 from pcgsvc.ops.registry import find_spec
 from pcgsvc.program.image import ProgramImage
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.trace.rows import Row, find_target, refs
-
-_BUDGET_BYTES = 256 * 2**20
-"""Of saved contents."""
 
 
 @contextlib.contextmanager
@@ -90,13 +88,13 @@ def _watched(
 ) -> list[_Watched]:
     declared = {torch_private.storage_id(tensors[name]) for name in model.mutated}
     models = {**tensors_of(model.module), **tensors}
-    own = {f"{op}: {n}": t for op in ops for n, t in _held_by(op)}
+    own = {f"{op}: {n}": t for op in ops for n, t in tensors_of_op(op).items()}
     dense = [
         (name, tensor)
         for name, tensor in {**own, **models}.items()
         if tensor.layout is torch.strided and torch_private.has_memory(tensor)
     ]
-    found, seen, left = [], set[int](), _BUDGET_BYTES
+    found, seen, left = [], set[int](), SAVED_BYTES
     for name, tensor in sorted(dense, key=lambda item: item[1].nbytes):
         if id(tensor) in seen or torch_private.storage_id(tensor) in declared:
             continue
@@ -108,20 +106,11 @@ def _watched(
     return found
 
 
-def _held_by(op: str) -> Iterator[tuple[str, torch.Tensor]]:
-    spec = find_spec(op)
-    if spec is None and "::" not in op:  # a Python function at which `breakable` breaks
-        return
-    functions = torch_private.op_functions(op) if spec is None else [spec.kernel]
-    for function in functions:
-        yield from tensors_held(function).items() if function is not None else ()
-
-
 def _put_back(watched: _Watched, image: ProgramImage, ops: list[str]) -> str | None:
     """Put a tensor back; return what is wrong with a write to it, or None."""
     tensor, saved = watched.tensor, watched.saved
     is_counted = watched.version is not None and tensor._version != watched.version
-    is_changed = saved is not None and not _same_bits(tensor, saved)
+    is_changed = saved is not None and not same_bits(tensor, saved)
     if not is_counted and not is_changed:
         return None
     if is_changed and saved is not None:
@@ -174,8 +163,3 @@ def _taken_by(row: Row, numbers: set[int], ops: list[str]) -> Iterator[tuple[str
     for argument, item in given:
         if refs(item) & numbers and argument not in declared:
             yield name, argument, str(schema)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bits = [t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (one, other)]
-    return torch.equal(*bits)

@@ -14,7 +14,7 @@ from pcgsvc.report.columns import Column, Figures, mib, written
 from pcgsvc.report.costs import KINDS, Job
 from pcgsvc.report.rows import Facts, Step
 
-TIMES = ("step_us", "host_us", "plain_us", "speedup")
+TIMES = ("step_us", "step_low_us", "step_high_us", "host_us", "plain_us", "speedup")
 """The figures of a captured entry, after its mode and size."""
 RECORDED = "recorded graphs are the CPU's stand-in and say nothing of CUDA graphs' speed"
 

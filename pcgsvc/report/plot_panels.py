@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcgsvc.report.costs import Cost, Kind
-from pcgsvc.report.rows import Row
+from pcgsvc.report.rows import Row, Step
 
 GREY = "#9a9a9a"
 """Of jobs that have no colour of their own."""
@@ -57,7 +57,10 @@ def list_of(names: Iterable[str]) -> str:
 
 
 def draw_steps(axes: Any, kind: Kind, title: str, jobs: Sequence[PlotJob]) -> None:
-    """Draw what a batch of so many tokens takes: a stair per job, a mark at each captured size."""
+    """Draw what a batch of so many tokens takes: a stair per job, a mark at each captured size.
+
+    Bars at the marks reach from the fastest to the slowest run.
+    """
     axes.set(title=title, ylabel="µs per step")
     plain: dict[int, list[float]] = defaultdict(list)
     times: list[float] = []
@@ -71,6 +74,7 @@ def draw_steps(axes: Any, kind: Kind, title: str, jobs: Sequence[PlotJob]) -> No
         stair = {"color": job.colour, "linewidth": 1.4, "drawstyle": "steps-pre"}
         axes.plot([1, *sizes], [values[0], *values], **stair)
         axes.plot(sizes, values, **job.style)
+        _spread(axes, job, steps)
         for step in steps:
             if step.plain_us is not None:
                 plain[step.size].append(step.plain_us)
@@ -85,6 +89,21 @@ def draw_steps(axes: Any, kind: Kind, title: str, jobs: Sequence[PlotJob]) -> No
         return
     axes.set_ylim(top=max(times) * (1.6 if axes.get_yscale() == "log" else 1.2))
     axes.legend(loc="upper left", frameon=False)
+
+
+def _spread(axes: Any, job: PlotJob, steps: Sequence[Step]) -> None:
+    """Draw the fastest and the slowest run of each size, where the report has them."""
+    bars = [
+        (step.size, step.step_us, step.step_us - step.step_low_us, step.step_high_us - step.step_us)
+        for step in steps
+        if step.step_us is not None
+        and step.step_low_us is not None
+        and step.step_high_us is not None
+    ]
+    if bars:
+        sizes, values, below, above = zip(*bars, strict=True)
+        style = {"fmt": "none", "ecolor": job.colour, "elinewidth": 1.2, "capsize": 4}
+        axes.errorbar(sizes, values, yerr=[below, above], **style)
 
 
 def draw_padding(axes: Any, jobs: Sequence[PlotJob]) -> None:

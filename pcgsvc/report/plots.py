@@ -132,6 +132,8 @@ def _legend(figure: Any, shown: Sequence[PlotJob], jobs: Sequence[Job]) -> None:
     missing = [row.name for row, _ in jobs if row.name not in {job.row.name for job in shown}]
     if missing:
         notes.append(f"not drawn, failed or without graphs: {list_of(missing)}")
+    if any(s.step_low_us is not None for job in shown for s in job.cost.facts.steps):
+        notes.append("bars: from the fastest to the slowest run")
     if any(job.cost.facts.recorded for job in shown):
         notes.append(RECORDED)
     if len({job.cost.facts.subject for job in shown}) > 1:

@@ -16,7 +16,7 @@ from pcgsvc.build.environment import BuildEnvironment
 from pcgsvc.build.load import ProgramLookup
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import CapturePlan, plan_capture
-from pcgsvc.config import Mode, to_dict
+from pcgsvc.config import Config, Mode, to_dict
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.modes import Resolution
@@ -33,13 +33,9 @@ SCHEMA = 1
 def program_report(
     request: Request, image: ProgramImage, plan: CapturePlan, warnings: list[str]
 ) -> dict[str, Any]:
-    """Return what every report begins with: versions, config, mode, partition, guards, warnings."""
+    """Return what a build's report begins with: mode, partition, guards, warnings."""
     return {
-        "schema": SCHEMA,
-        "pcgsvc": __version__,
-        "torch": torch.__version__,
-        "device": _device(request),
-        "config": to_dict(request.config),
+        **report_head(request.config, _device(request)),
         "mode": _mode_section(plan.resolution),
         "partition": _partition_section(request.config.partition.strategy.value, image),
         "guards": {
@@ -49,6 +45,17 @@ def program_report(
         },
         "warnings": list(warnings),
         **({} if request.sizes is None else {"chosen_sizes": chosen(request.sizes)}),
+    }
+
+
+def report_head(config: Config, device: str) -> dict[str, Any]:
+    """Return what every report begins with: versions, the device in words, the config."""
+    return {
+        "schema": SCHEMA,
+        "pcgsvc": __version__,
+        "torch": torch.__version__,
+        "device": device,
+        "config": to_dict(config),
     }
 
 

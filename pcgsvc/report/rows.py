@@ -22,6 +22,10 @@ class Step:
     """Rows that it holds, in tokens."""
     step_us: float | None = None
     """Per step of a run back to back."""
+    step_low_us: float | None = None
+    """Of the fastest such run; None: the report does not tell."""
+    step_high_us: float | None = None
+    """Of the slowest."""
     host_us: float | None = None
     """Until everything is enqueued."""
     plain_us: float | None = None
@@ -126,7 +130,8 @@ def facts_of(report: Any) -> Facts:
     for row in report.get("verify", []):
         steps[row["mode"], row["size"]] = {}
     for row in report.get("bench", []):
-        steps[row["mode"], row["size"]] = {name: float(row[name]) for name in _TIMES}
+        names = (*_TIMES, *(name for name in _SPREAD if name in row))
+        steps[row["mode"], row["size"]] = {name: float(row[name]) for name in names}
     return Facts(
         report=report,
         steps=[Step(mode=mode, size=size, **steps[mode, size]) for mode, size in sorted(steps)],
@@ -157,6 +162,7 @@ def _number(value: Any) -> bool:
 
 
 _TIMES = ("step_us", "host_us", "plain_us")
+_SPREAD = ("step_low_us", "step_high_us")
 _ENTRY = {"mode": _text, "size": _count}
 _REPORT: dict[str, Any] = {
     **dict.fromkeys(("pcgsvc", "torch", "device"), _text),
@@ -177,7 +183,13 @@ _REPORT: dict[str, Any] = {
         **{"by_mode": {}, "sizes": [], "skipped": [{"size": _whole, "reason": _text}]},
     },
     "verify?": [{**_ENTRY, "ok": _flag, "max_rel_err": _number}],
-    "bench?": [{**_ENTRY, **dict.fromkeys(_TIMES, _number)}],
+    "bench?": [
+        {
+            **_ENTRY,
+            **dict.fromkeys(_TIMES, _number),
+            **dict.fromkeys((f"{name}?" for name in _SPREAD), _number),
+        }
+    ],
 }
 """The form of what is read: a test of a value, a list of such things, or names with the form of
 each. A name with `?` may be missing; `*` stands for every name."""

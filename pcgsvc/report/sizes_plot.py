@@ -1,10 +1,11 @@
-"""The picture of `job=sizes`: the curve over K, and the traffic with the chosen sizes in it.
+"""The picture of `job=sizes`: the curve over K, and calls of each kind with the chosen sizes.
 
 In: a `SizePlan`. Out: a PNG. Imports matplotlib when it draws, and leaves its global state alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +17,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BLUE, _ORANGE, _GREY = "#1f77b4", "#d95f02", "0.55"
+_MOST_BARS = 200
 
 
 def draw_sizes(plan: SizePlan, path: Path) -> None:
     """Write the picture; needs matplotlib."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    over_k, over_rows = figure.subplots(2, 1)
+    parts = {"uniform decode": plan.traffic.uniform, "other calls": plan.traffic.general}
+    parts = {name: calls for name, calls in parts.items() if calls}
+    figure = Figure(figsize=(9, 4 + 2.4 * len(parts)), layout="constrained")
+    over_k, *over_rows = figure.subplots(
+        1 + len(parts), 1, height_ratios=[3.5, *[2.4 for _ in parts]]
+    )
     _draw_curve(over_k, plan)
-    _draw_traffic(over_rows, plan)
+    for axes, (name, calls) in zip(over_rows, parts.items(), strict=True):
+        draw_calls(axes, name, calls, plan.chosen.sizes)
     figure.savefig(path, dpi=120)
 
 
@@ -55,22 +62,21 @@ def _label(name: str, point: Point) -> str:
     return f"{name}: {point.count} sizes, {point.padding_share:.1%}"
 
 
-def _draw_traffic(axes: Axes, plan: SizePlan) -> None:
-    """Calls by row count, in at most 200 bins, with a line at each chosen size."""
-    parts = {"other calls": plan.traffic.general, "uniform decode": plan.traffic.uniform}
-    parts = {name: calls for name, calls in parts.items() if calls}
-    largest = plan.traffic.distinct[-1]
-    edges = np.linspace(0.5, largest + 0.5, min(largest, 200) + 1)
-    axes.hist(
-        [list(calls) for calls in parts.values()],
-        bins=list(edges),
-        weights=[list(calls.values()) for calls in parts.values()],
-        stacked=True,
-        label=list(parts),
-        color=[_GREY, _BLUE][: len(parts)],
-    )
-    for at, size in enumerate(plan.chosen.sizes):
+def draw_calls(axes: Axes, name: str, calls: Mapping[int, int], sizes: Sequence[int]) -> None:
+    """Draw calls of one kind by row count, with a line at each chosen size up to the next above.
+
+    Each bar covers the same whole number of row counts, so that none is higher for covering more.
+    """
+    largest = max(calls)
+    width = -(-largest // _MOST_BARS)
+    edges = np.arange(0.5, largest + width, width)
+    axes.hist(list(calls), bins=list(edges), weights=list(calls.values()), color=_BLUE)
+    shown = [size for size in sizes if size < largest]
+    shown += sizes[len(shown) : len(shown) + 1]
+    for at, size in enumerate(shown):
         label = None if at else "chosen sizes"
-        axes.axvline(size, color=_ORANGE, linewidth=0.8, label=label)
-    axes.set(xlabel="rows of a call", ylabel="calls", xlim=(0, largest * 1.02 + 1))
+        axes.axvline(size, color=_ORANGE, linewidth=0.9, linestyle="--", label=label)
+    axes.set(xlabel="rows of a call", xlim=(0, max(edges[-1], shown[-1]) * 1.02))
+    axes.set_ylabel("calls" if width == 1 else f"calls per {width} row counts")
+    axes.set_title(f"{name}: {sum(calls.values())} calls", fontsize=9)
     axes.legend(loc="upper right", frameon=False)

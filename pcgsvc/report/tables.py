@@ -76,6 +76,22 @@ def show_fact(out: Console, label: str, *lines: str) -> None:
         out.print(grid)
 
 
+_STYLES = {"ok": "green", "warn": "yellow", "not tried": "dim"}
+"""Of what a row's state or verdict says; anything else is red."""
+
+
+def show_rows(out: Console, rows: list[dict[str, Any]]) -> None:
+    """Print rows of one kind as a table, a column per field; errors as powers of ten."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in rows[0]:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        cells = [_error(v) if isinstance(v, float) else escape(v or "-") for v in row.values()]
+        said = row.get("state", row.get("verdict"))
+        table.add_row(*cells, style=_STYLES.get(str(said), "red"))
+    out.print(table)
+
+
 # ---- facts ---------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """Sentence vectors: a small batch builder that drives a runner for encoders.
 
-In: texts. Out: one vector each: the mean of the text's hidden rows, scaled to length 1. Not a
-serving engine: texts are packed in their order, nothing is scheduled. Knows nothing of graphs.
+In: texts. Out: one vector each: the mean of the text's hidden rows, scaled to length 1, or what the
+checkpoint's `EmbeddingSpec` says instead. Not a serving engine: texts are packed in their order,
+nothing is scheduled. Knows nothing of graphs.
 
 Pooling lies outside the graphs, behind the runner's cut: a step has as many result rows as tokens,
 and vectors are as many as requests. What is pooled are true rows only, whatever size was replayed.
@@ -26,11 +27,13 @@ def embed(runner: StepRunner, texts: Sequence[str], *, truncate: bool = False) -
 
     Args:
         runner: of an encoder with a tokenizer (`model=minilm`, or `model=encoder` with weights).
-        texts: at least one; an empty text is its special tokens.
+        texts: at least one; an empty text is its special tokens. Each gets the checkpoint's
+            default prompt in front, if it has one.
         truncate: cut a text that is too long; otherwise it is an error.
 
     Returns:
-        [texts, E] float32 on the runner's device, each of length 1; the caller's own.
+        [texts, E] float32 on the runner's device, each of length 1 unless the checkpoint lists no
+        Normalize; the caller's own.
 
     Raises:
         ConfigError: the model is no encoder, or has no tokenizer.
@@ -47,7 +50,7 @@ def embed(runner: StepRunner, texts: Sequence[str], *, truncate: bool = False) -
 
 
 def embed_ids(runner: StepRunner, ids: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return one vector per list of token ids, special tokens included; see `embed`."""
+    """Return one vector per list of token ids, prompt and special tokens included; see `embed`."""
     limit = _limit(runner)
     if not ids:
         raise BatchError("embed: got no text, at least one is needed.")
@@ -64,11 +67,17 @@ def embed_ids(runner: StepRunner, ids: Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.cat([_step(runner, chunk) for chunk in chunks])
 
 
-def pool(hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Return the mean of each request's rows of hidden [T, E], scaled to length 1, in fp32."""
+def pool(
+    hidden: torch.Tensor, lengths: Sequence[int], pooling: str = "mean", normalize: bool = True
+) -> torch.Tensor:
+    """Return one vector [E] in fp32 per request: of its rows of hidden [T, E], see `POOLINGS`."""
     counts = torch.tensor(lengths, device=hidden.device)
-    mean = torch.segment_reduce(hidden.float(), "mean", lengths=counts, axis=0, unsafe=True)
-    return functional.normalize(mean, dim=-1)
+    if pooling == "mean":
+        out = torch.segment_reduce(hidden.float(), "mean", lengths=counts, axis=0, unsafe=True)
+    else:
+        ends = counts.cumsum(0)
+        out = hidden[ends - (counts if pooling == "cls" else 1)].float()
+    return functional.normalize(out, dim=-1) if normalize else out
 
 
 def _spec(runner: StepRunner) -> EmbeddingSpec:
@@ -106,10 +115,10 @@ def _chunks(
 
 def _step(runner: StepRunner, chunk: Sequence[Sequence[int]]) -> torch.Tensor:
     """Run one batch of whole texts and pool it."""
-    lengths = [len(text) for text in chunk]
+    spec, lengths = _spec(runner), [len(text) for text in chunk]
     device = runner.memory.device
     ids = torch.tensor([token for text in chunk for token in text], device=device)
     positions = torch.tensor([at for length in lengths for at in range(length)], device=device)
     with runner.lock:  # with outputs=view, nobody may call between the run and the pooling
         hidden = runner(ids, positions, torch.zeros_like(ids), batch=Batch(query_lens=lengths))
-        return pool(hidden, lengths)
+        return pool(hidden, lengths, spec.pooling, spec.normalize)

@@ -43,7 +43,11 @@ class InputBinder:
         num_tokens = -1
         for spec, shapes in zip(specs, self._shapes, strict=True):
             value = given[spec.name]
-            if type(value) is torch.Tensor and value.dtype is spec.example.dtype:
+            if (
+                type(value) is torch.Tensor
+                and value.dtype is spec.example.dtype
+                and not value.is_meta
+            ):
                 rows = shapes.get(value.shape)
                 if rows is not None and num_tokens in (-1, rows):
                     num_tokens = rows
@@ -60,6 +64,8 @@ def _check_input(spec: InputSpec, buffer: torch.Tensor, value: Any, num_tokens: 
     if not isinstance(value, torch.Tensor) or value.dtype != buffer.dtype:
         got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise BatchError(f"{spec.name}: got {got}, a tensor of {buffer.dtype} is needed.")
+    if value.is_meta:
+        raise BatchError(f"{spec.name}: got a tensor on the meta device, which has no values.")
     shape, wanted = list(value.shape), list(buffer.shape)
     rows = num_tokens
     if dims and dims[0] < len(shape):

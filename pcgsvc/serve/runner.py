@@ -79,7 +79,7 @@ class Runner:
             predicate=model.predicate,
         )
         self.blocks = None if memory.geometry is None else BlockAllocator(memory.geometry)
-        """Gives out the KV blocks that callers may use; None for models without attention."""
+        """The KV blocks that callers may use; None for models without attention."""
         self.report = report
         """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
         self._closed, self._at_close = False, at_close
@@ -105,7 +105,9 @@ class Runner:
 
     # -- calls --
 
-    def __call__(self, *args: Any, batch: Batch | CheckedBatch | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, /, *args: Any, batch: Batch | CheckedBatch | None = None, **kwargs: Any
+    ) -> Any:
         """Run one step, under `torch.no_grad` as the forward was traced.
 
         Args:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from pcgsvc.errors import StaleAddressError, StateError
-from pcgsvc.forward.objects import places_of
+from pcgsvc.forward.objects import global_places, places_of
 
 # Not of buffers: a forward may assign those, and Dynamo would trace the hook into another's graph.
 _HOOKS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
@@ -54,6 +54,7 @@ class Weights:
         self._static_before = {} if static is None else dict(static())
         bound = {id(t) for t in tensors.values()}
         places = places_of(module, lambda t: id(t) in bound)
+        places += global_places(bound - {id(p.value) for p in places})
         self._places = [(p.get, p.key, p.value, p.name) for p in places if p.get is not None]
         """Where a bound tensor lies, or something that holds one."""
         compared = [(get, key, value) for get, key, value, _ in self._places]
@@ -196,8 +197,10 @@ def _match(
     if not isinstance(state, Mapping):
         raise StateError(
             f"load_state_dict: got a {type(state).__name__}; a mapping from names to tensors is "
-            "needed."
+            "needed: runner.load_state_dict(model.state_dict())."
         )
+    if not isinstance(strict, bool):
+        raise StateError(f"load_state_dict: got strict={strict!r}; true or false is needed.")
     ties: dict[int, list[str]] = {}
     for name, target in targets.items():
         ties.setdefault(id(target), []).append(name)
@@ -247,4 +250,4 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+    return f"{', '.join(map(str, names[:8]))}{' …' if len(names) > 8 else ''}"

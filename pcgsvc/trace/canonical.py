@@ -21,6 +21,7 @@ from pcgsvc.errors import TraceError
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.results import flatten
 from pcgsvc.forward.specs import Binding, InputSpec, SizePredicate, TensorSpec
+from pcgsvc.ops.breaks import WAYS_OUT
 from pcgsvc.trace.backend import DynamoCapture, view_refusal
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import mutated_args, op_names, user_line
@@ -212,8 +213,7 @@ class Canonical:
         if self.symbol is None or free != {self.symbol}:
             raise TraceError(
                 f"a size depends on data or on a second symbol: {expression}. Only the row count "
-                "may be symbolic; put the op that produced it into a @pcgsvc.splitting_op, "
-                f"or mark it with partition.extra_splitting_ops.{self._line_of_unbacked()}"
+                f"may be symbolic.{self._line_of_unbacked()}\n{WAYS_OUT}"
             )
         return re.sub(rf"\b{self.symbol}\b", "s", torch_private.python_source(expression))
 

@@ -172,8 +172,5 @@ def _explain(error: Exception, names: Sequence[str]) -> str:
         "the forward",
     )
     reason = re.split(r"\n\n(?:from user code| *Developer debug context)", text)[0].strip()
-    return (
-        f"the model cannot be traced whole, because of {where}:\n{reason}\n"
-        "Ways out: compute it in __init__; or wrap it in a @pcgsvc.splitting_op, which runs "
-        "outside the graphs; or set partition.strategy=breakable, which traces nothing."
-    )
+    reason = re.split(r"\n *Hint: ", reason)[0].rstrip()  # of torch.compile, not of a runner
+    return f"the model cannot be traced whole, because of {where}:\n{reason}\n{breaks.WAYS_OUT}"

@@ -9,6 +9,7 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
+from pcgsvc.ops.breaks import WAYS_OUT
 from pcgsvc.trace.nodes import user_line
 
 _HIGHER_ORDER = {
@@ -44,8 +45,7 @@ def refuse_unsupported(graph: torch.fx.Graph) -> None:
             raise TraceError(
                 f"{name} at {user_line(lined)}: it sets state of torch's for a stretch of Python; "
                 "graphs, and the splitting ops between them, run without it. Ways out: "
-                f"{_INSTEAD[name]}; or use it inside a @pcgsvc.splitting_op, which runs outside "
-                "the graphs; or set partition.strategy=breakable, which traces nothing."
+                f"{_INSTEAD[name]}; or as follows. {WAYS_OUT}"
             )
 
 
@@ -56,7 +56,5 @@ def _refuse_higher_order(node: torch.fx.Node) -> None:
         called, instead = _HIGHER_ORDER.get(name, (name, "call its body itself"))
         raise TraceError(
             f"{called} at {user_line(node)}: a higher-order operator, which runs graphs of its "
-            f"own; a piece has none. Ways out: {instead}; or wrap it in a @pcgsvc.splitting_op, "
-            "which runs outside the graphs; or set partition.strategy=breakable, which traces "
-            "nothing."
+            f"own; a piece has none. Ways out: {instead}; or as follows. {WAYS_OUT}"
         )

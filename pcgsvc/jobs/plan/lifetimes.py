@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
+from pcgsvc.forward.specs import value_at
 from pcgsvc.jobs.plan.pool import Event
 from pcgsvc.ops.registry import find_spec
 from pcgsvc.program.pieces import Partition
@@ -52,10 +53,7 @@ class _Storage:
 
     def at(self, rows: int) -> int:
         """Return its bytes for a row count."""
-        if isinstance(self.size, int):
-            return self.size
-        space = {"s": rows, "max": max, "min": min, "abs": abs, "__builtins__": {}}
-        return int(eval(self.size, space))
+        return value_at(self.size, rows)
 
 
 class Lifetimes:

@@ -111,8 +111,11 @@ def spec_of_source(source: Source) -> AttentionSpec | None:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a model does that needs values
             logger.info("the forward needs more than tensors without values (%s)", error)
-    if not model._supports_attention_backend:  # as transformers says of the model's class
-        raise source.refuse(OWN_ATTENTION)
+    if not model._supports_attention_backend:
+        raise source.refuse(
+            f"transformers says of {type(model).__name__} that it takes no attention function of "
+            "others; it has attention code of its own."
+        )
     return None
 
 
