@@ -90,7 +90,7 @@ def serving(cache: Path, log: Path, words: str = TINY, **settings: object) -> It
         return False
 
     try:
-        wait_for(is_ready, 240)
+        wait_for(is_ready, 270)
         ticks = Path(f"/proc/{process.pid}/stat").read_text().rsplit(") ", 1)[1].split()[11:13]
         yield Server(url, process, sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"))
     finally:

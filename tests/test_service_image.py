@@ -129,7 +129,7 @@ def test_the_image_s_commands_give_a_service_that_starts_warm_without_a_compiler
         return False
 
     try:
-        wait_for(is_ready, 240)
+        wait_for(is_ready, 600)
         url = f"http://127.0.0.1:{port}"
         body = {"prompt": [5, 6, 7], "max_new_tokens": 3, "stream": False}
         assert len(httpx.post(f"{url}/generate", json=body, timeout=60).json()["tokens"]) == 3
