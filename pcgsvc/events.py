@@ -18,15 +18,21 @@ the reader's. Long phases are timed, logged and reported to a progress listener 
 | `fallbacks` | INFO | reason, calls (in all; one event per reason when the runner is closed) |
 
 Phases: import, trace, split, compile, load, check, capture, verify, prove, count, bench, traffic.
+
+Where OpenTelemetry's API is installed, phases, steps of `Slots`, `generate` and `embed` are spans
+as well, of whatever tracer provider the process has set; calls of a runner are not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
+
+from pcgsvc.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +148,8 @@ def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[lis
     log_event(logger, logging.DEBUG, "phase_start", "%s: begins", phase, phase=phase, total=total)
     started, ok = time.perf_counter(), False
     try:
-        yield details
+        with span(f"pcgsvc.{phase}"):
+            yield details
         ok = True
     finally:
         seconds = time.perf_counter() - started
@@ -159,3 +166,26 @@ def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[lis
             seconds=seconds,
             ok=ok,
         )
+
+
+@functools.cache
+def _tracer() -> Any:
+    """Return OpenTelemetry's tracer, which follows the provider that is set later; None without."""
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return None
+    return trace.get_tracer("pcgsvc", __version__)
+
+
+@contextlib.contextmanager
+def span(name: str, **attributes: int) -> Iterator[None]:
+    """Make a block an OpenTelemetry span with attributes `pcgsvc.…`, where its API is installed."""
+    tracer = _tracer()
+    if tracer is None:
+        yield
+        return
+    with tracer.start_as_current_span(
+        name, attributes={f"pcgsvc.{key}": value for key, value in attributes.items()}
+    ):
+        yield

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pcgsvc.config.devices import device_of
 from pcgsvc.errors import CacheError, ConfigError, PcgError, UncoveredError, VerifyError
 from pcgsvc.events import Phases, Progress, phase_events
 from pcgsvc.forward.request import make_samples
+from pcgsvc.forward.sampling import Sampling
 from pcgsvc.jobs.cache import cache_job
 from pcgsvc.jobs.compile import compile_and_prove, problem_of
 from pcgsvc.jobs.doctor import FAIL, examine
@@ -39,7 +41,6 @@ from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import report_head, write_report
 from pcgsvc.report.sizes_table import show_traffic
 from pcgsvc.report.tables import console, show_place, show_report, show_rows, show_text
-from pcgsvc.serve.generate import generate_ids
 from pcgsvc.serve.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -218,8 +219,10 @@ def _continue_prompt(runner: Runner, config: Config) -> str:
             "prompt out."
         )
     ids = tokenizer.encode_chat(str(config.prompt))
-    (out,) = generate_ids(runner, [ids], config.max_new_tokens, end_ids=tokenizer.eos_token_ids)
-    return str(tokenizer.decode(out))
+    own = runner.request.bundle.sampling or Sampling()
+    sampling = replace(own, seed=config.seed)
+    (text,) = runner.generate([ids], config.max_new_tokens, sampling=sampling)
+    return str(text)
 
 
 def _finish(report: dict[str, Any], path: Path, out: Console) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pcgsvc.config import Config
 from pcgsvc.config.devices import device_of
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.hf import attention, probe, reference, weights
-from pcgsvc.models.hf.generation import warn_of_generation
+from pcgsvc.models.hf.generation import sampling_of
 from pcgsvc.models.hf.positions import first_position
 from pcgsvc.models.hf.source import Source, open_source
 from pcgsvc.models.hf.tokenizer import has_tokenizer, load_tokenizer
@@ -53,7 +53,6 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
             source.setting,
             source.label,
         )
-    warn_of_generation(source)
     attention.register()
     model = weights.build(
         source, attention.IMPLEMENTATION, device=device, dtype=dtype, seed=config.seed
@@ -71,7 +70,14 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
         kind = find_backend(config.attention.name)
         error = reference.check(source, expected, module, spec, kind, dtype=dtype)
         logger.info("logits equal transformers' own within %.2g", error)
-    bundle = language_bundle(module, spec, vocab, tokenizer=tokenizer, facts=source.facts())
+    bundle = language_bundle(
+        module,
+        spec,
+        vocab,
+        tokenizer=tokenizer,
+        sampling=sampling_of(source),
+        facts=source.facts(),
+    )
     stored = getattr(source.config, "dtype", None)
     bundle.stored_dtype = None if stored is None else str(stored).removeprefix("torch.")
     bundle.plan_notes = _experts_note(config, source, device, dtype)
