@@ -20,6 +20,7 @@ from pcgsvc.errors import TraceError as TraceError
 from pcgsvc.errors import UncoveredError as UncoveredError
 from pcgsvc.errors import VerifyError as VerifyError
 from pcgsvc.forward.batch import Batch as Batch
+from pcgsvc.forward.sampling import Sampling as Sampling
 from pcgsvc.ops.attention import AttentionBackend as AttentionBackend
 from pcgsvc.ops.attention import AttentionSpec as AttentionSpec
 from pcgsvc.ops.backends import register_attention_backend as register_attention_backend
@@ -30,6 +31,10 @@ from pcgsvc.ops.registry import register_splitting_op as register_splitting_op
 from pcgsvc.ops.registry import splitting_op as splitting_op
 from pcgsvc.ops.support import Support as Support
 from pcgsvc.ops.true_rows import true_rows as true_rows
+from pcgsvc.serve.blocks import BlockAllocator as BlockAllocator
 from pcgsvc.serve.dispatch import Dispatch as Dispatch
 from pcgsvc.serve.runner import Runner as Runner
+from pcgsvc.serve.slots import Continuation as Continuation
+from pcgsvc.serve.slots import NewToken as NewToken
+from pcgsvc.serve.slots import Slots as Slots
 from pcgsvc.version import __version__ as __version__

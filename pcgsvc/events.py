@@ -13,18 +13,26 @@ the reader's. Long phases are timed, logged and reported to a progress listener 
 | `cache_miss` | INFO for a program, DEBUG for its pieces | reason |
 | `healed` | WARNING | reason (a stored program was wrong, and is built cold) |
 | `fallback` | INFO, or WARNING where graphs were meant to serve | reason, num_tokens, uniform |
+| `ready` | INFO | start (cold, warm or plan), seconds, parts (seconds by name; their sum is that) |
+| `progress` | INFO | phase, done, total (units), seconds (a phase that takes long, no terminal) |
 | `fallbacks` | INFO | reason, calls (in all; one event per reason when the runner is closed) |
 
-Phases: import, trace, split, compile, load, capture, verify, bench, traffic.
+Phases: import, trace, split, compile, load, check, capture, verify, prove, count, bench, traffic.
+
+Where OpenTelemetry's API is installed, phases, steps of `Slots`, `generate` and `embed` are spans
+as well, of whatever tracer provider the process has set; calls of a runner are not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
+
+from pcgsvc.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +44,8 @@ EVENTS = (
     "cache_miss",
     "healed",
     "fallback",
+    "ready",
+    "progress",
     "fallbacks",
 )
 
@@ -46,6 +56,11 @@ def log_event(
     """Log a message as an event, as if from the caller's line."""
     if logger.isEnabledFor(level):
         logger.log(level, message, *args, extra={"event": event, **fields}, stacklevel=2)
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """Return a number and its noun."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 PHASES = ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total")
@@ -107,6 +122,17 @@ class Phases:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
             self.progress.stop()
 
+    def ready(self, start: str) -> dict[str, Any]:
+        """Log that all is done, as an event; return its fields, which a report has as `ready`."""
+        total = time.perf_counter() - self._started
+        parts = {"model" if k == "weights" else k: v for k, v in self.seconds.items() if v}
+        parts["other"] = total - sum(parts.values())
+        fields = {"start": start, "seconds": total, "parts": parts}
+        words = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
+        message = "ready: %.3f s, %s start: %s"
+        log_event(logger, logging.INFO, "ready", message, total, start, words, **fields)
+        return fields
+
     def since_start(self) -> dict[str, float]:
         """Return the seconds of every phase, `total` being the time since the job began."""
         return {**self.seconds, "total": time.perf_counter() - self._started}
@@ -122,7 +148,8 @@ def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[lis
     log_event(logger, logging.DEBUG, "phase_start", "%s: begins", phase, phase=phase, total=total)
     started, ok = time.perf_counter(), False
     try:
-        yield details
+        with span(f"pcgsvc.{phase}"):
+            yield details
         ok = True
     finally:
         seconds = time.perf_counter() - started
@@ -139,3 +166,26 @@ def phase_events(logger: logging.Logger, phase: str, total: int) -> Iterator[lis
             seconds=seconds,
             ok=ok,
         )
+
+
+@functools.cache
+def _tracer() -> Any:
+    """Return OpenTelemetry's tracer, which follows the provider that is set later; None without."""
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return None
+    return trace.get_tracer("pcgsvc", __version__)
+
+
+@contextlib.contextmanager
+def span(name: str, **attributes: int) -> Iterator[None]:
+    """Make a block an OpenTelemetry span with attributes `pcgsvc.…`, where its API is installed."""
+    tracer = _tracer()
+    if tracer is None:
+        yield
+        return
+    with tracer.start_as_current_span(
+        name, attributes={f"pcgsvc.{key}": value for key, value in attributes.items()}
+    ):
+        yield

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from model_helpers import make_backend, make_context
+from generate_helpers import Words, load, logits_of, wanted
 
 import pcgsvc
 from pcgsvc.errors import BatchError, ConfigError
-from pcgsvc.ops.context import use_context
 from pcgsvc.serve.generate import generate_ids
 
 PROMPTS = [[5, 17, 200, 3], [9], [100, 101, 102, 103, 104, 105, 106, 107, 108, 11, 12], [42, 43]]
@@ -21,70 +19,11 @@ NEW = 6
 MODES = ["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 
 
-def load(**settings: Any) -> pcgsvc.Runner:
-    defaults = {
-        "model": "llama",
-        "model.num_layers": 2,
-        "compiler": "eager",
-        "capture.sizes": "[1,2,4,8]",
-        "attention.block_size": 4,
-        "cache.mode": "off",
-    }
-    return pcgsvc.load_runner([f"{k}={v}" for k, v in (defaults | settings).items()])
-
-
 @pytest.fixture(scope="module", params=[(a, m) for a in ("paged", "varlen") for m in MODES])
 def any_runner(request: pytest.FixtureRequest) -> Iterator[pcgsvc.Runner]:
     attention, mode = request.param
     with load(attention=attention, mode=mode) as runner:
         yield runner
-
-
-@functools.cache
-def plain_bundle() -> Any:
-    from pcgsvc.config import Config, ModelConfig
-    from pcgsvc.models.catalog import build_model
-
-    config = Config(model=ModelConfig(num_layers=2))
-    return build_model(config, device=torch.device("cpu"), dtype=torch.float32)
-
-
-@torch.no_grad()
-def logits_of(ids: list[int]) -> torch.Tensor:
-    """Run one request from position 0 without a pipeline."""
-    bundle = plain_bundle()
-    backend = make_backend(bundle.attention)
-    with use_context(make_context(backend, [len(ids)])):
-        result: torch.Tensor = bundle.module(torch.tensor(ids), torch.arange(len(ids)))
-    return result
-
-
-@functools.cache
-def recomputed(prompt: tuple[int, ...], new: int) -> list[int]:
-    """Continue greedily, the whole sequence at each step."""
-    ids = list(prompt)
-    for _ in range(new):
-        ids.append(int(logits_of(ids)[-1].argmax()))
-    return ids[len(prompt) :]
-
-
-def wanted(prompts: list[list[int]], new: int) -> list[list[int]]:
-    return [recomputed(tuple(p), new) for p in prompts]
-
-
-class Words:
-    """A tokenizer of numbers: "5 17" is [5, 17]."""
-
-    eos_token_ids = frozenset({500})
-
-    def encode(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def encode_chat(self, text: str) -> list[int]:
-        return [1, *self.encode(text)]
-
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
 
 
 @pytest.fixture
@@ -191,9 +130,19 @@ def test_nothing_to_do_is_refused(runner: pcgsvc.Runner, prompts: Any, new: int)
         generate_ids(runner, prompts, new)
 
 
-def test_more_prompts_than_blocks_are_refused(runner: pcgsvc.Runner) -> None:
-    with pytest.raises(BatchError, match=r"attention\.num_blocks"):
-        generate_ids(runner, [[1]] * 500, 4)
+def test_a_prompt_that_no_blocks_can_hold_is_refused_and_many_small_ones_take_turns() -> None:
+    settings = {"attention.num_blocks": 1 + 16 + 16, "capture.sizes": "[1,2,4]"}
+    with load(**settings, **{"attention.max_model_len": 64}) as runner:
+        assert runner.blocks is not None
+        held = runner.blocks.allocate(runner.blocks.num_blocks - 3)
+        assert held is not None
+        prompts = [[5], [6, 7], [8], [9]] * 10  # of two blocks each: one at a time fits
+        assert generate_ids(runner, prompts, 4) == wanted(prompts, 4)
+        with pytest.raises(BatchError, match=r"KV blocks are held by other users.*num_blocks"):
+            generate_ids(runner, [[1] * 20], 4)
+        runner.blocks.release(held)
+        assert generate_ids(runner, [[1] * 20], 4) == wanted([[1] * 20], 4)
+        assert runner.blocks.num_free == runner.blocks.num_blocks
 
 
 def test_more_prompts_than_requests_per_batch_are_served_by_graphs_all_the_same() -> None:

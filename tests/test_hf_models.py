@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import pcgsvc
+from pcgsvc import Sampling
 from pcgsvc.config import CacheConfig, CacheMode, Config, ModelConfig, resolve
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.arguments import input_specs
@@ -163,24 +164,43 @@ def test_a_build_inside_autocast_is_refused_before_weights_are_read(checkpoint: 
         load(checkpoint)
 
 
-def test_what_greedy_decoding_leaves_out_of_a_generation_config_is_said(
+def test_a_generation_config_is_honoured_and_what_is_not_is_said(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    load(checkpoint)
-    assert "generation_config" not in caplog.text  # its own says nothing but ends
+    assert load(checkpoint).sampling is None
+    assert "generation_config.json" not in caplog.text  # its own says nothing but ends
     folder = shutil.copytree(checkpoint, tmp_path / "m")
     file = folder / "generation_config.json"
     change(file, temperature=0.6, repetition_penalty=1.0, num_beams=1, max_length=20, min_length=0)
-    load(folder)
-    assert "generation_config" not in caplog.text  # a temperature of no sampling
+    assert load(folder).sampling == Sampling()
+    assert "generation_config.json" not in caplog.text  # a temperature of no sampling
     change(file, repetition_penalty=1.1, forced_bos_token_id=0, suppress_tokens=[3])
-    load(folder)
-    said = "asks for repetition_penalty=1.1, forced_bos_token_id=0, suppress_tokens=[3]; generate"
-    assert said in caplog.text
-    change(file, do_sample=True)
-    load(folder)
-    assert "asks for temperature=0.6, repetition_penalty=1.1, forced" in caplog.text
-    assert "do_sample=True; generate is greedy" in caplog.text
+    assert load(folder).sampling == Sampling(repetition_penalty=1.1)
+    assert "asks for forced_bos_token_id=0, suppress_tokens=[3]; generate does" in caplog.text
+    change(file, do_sample=True, top_p=0.9, min_p=0.1)
+    want = Sampling(temperature=0.6, top_k=50, top_p=0.9, repetition_penalty=1.1)
+    assert load(folder).sampling == want
+    assert "asks for forced_bos_token_id=0, suppress_tokens=[3], min_p=0.1; gen" in caplog.text
+    change(file, temperature=0.0)
+    assert load(folder).sampling is None
+    assert "out of range (temperature: got 0" in caplog.text
+
+
+def test_greedy_with_the_checkpoints_repetition_penalty_equals_transformers(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "m")
+    change(folder / "generation_config.json", repetition_penalty=1.5)
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    words = ["model=hf", f"model.path={folder}", "compiler=eager", "capture.sizes=[2,8]"]
+    with pcgsvc.load_runner([*words, "cache.mode=off", "device=cpu"]) as runner:
+        ours = runner.generate(prompts, 12, return_ids=True)
+        plain = runner.generate(prompts, 12, sampling=Sampling(), return_ids=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    for prompt, got in zip(prompts, ours, strict=True):
+        want = model.generate(torch.tensor([prompt]), max_new_tokens=12)[0, len(prompt) :].tolist()
+        assert got == [token for token in want if token not in (2, 9)]
+    assert ours != plain
 
 
 def test_without_a_chat_template_the_text_is_continued_and_said_so(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pcgsvc.forward.arguments import Arguments, DynamicDims, MakeInputs
+from pcgsvc.forward.sampling import Sampling
 from pcgsvc.ops.attention import AttentionSpec
 
 
@@ -63,11 +64,19 @@ class ModelBundle:
     tokenizer: Tokenizer | None = None
     is_language_model: bool = False
     """Takes (input_ids [T], positions [T]) and returns logits [T, vocab]."""
+    vocab_size: int | None = None
+    """One above the largest token id, where that is known."""
+    sampling: Sampling | None = None
+    """How the checkpoint itself would have its text continued; None: it does not say."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What decides the forward besides its code and tensors, in JSON types, for its key."""
     embedding: EmbeddingSpec | None = None
     """Set for encoders: takes (input_ids [T], positions [T], token_types [T]) and returns hidden
     rows [T, E]."""
+    stored_dtype: str | None = None
+    """What the checkpoint's weights are stored in, as it says; None: it does not, or is none."""
+    plan_notes: list[str] = field(default_factory=list)
+    """In which a plan of it differs from a run."""
     samples_from: str | None = None
     """Set for a user's own module, whose forward is run plainly before it is traced: where
     `make_inputs` has its inputs from, in a sentence for messages."""

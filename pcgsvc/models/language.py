@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pcgsvc.forward.bundle import ModelBundle, Tokenizer
+from pcgsvc.forward.sampling import Sampling
 from pcgsvc.ops.attention import AttentionSpec
 
 
@@ -20,6 +21,7 @@ def language_bundle(
     vocab_size: int,
     *,
     tokenizer: Tokenizer | None = None,
+    sampling: Sampling | None = None,
     facts: dict[str, Any] | None = None,
 ) -> ModelBundle:
     """Return the bundle of a module of (input_ids [T], positions [T]) -> logits [T, vocab].
@@ -29,6 +31,7 @@ def language_bundle(
         attention: what its layers need.
         vocab_size: one above the largest token id.
         tokenizer: None: prompts cannot be served.
+        sampling: see `ModelBundle.sampling`.
         facts: see `ModelBundle.facts`.
     """
     device = next(module.parameters()).device
@@ -46,5 +49,7 @@ def language_bundle(
         attention=attention,
         tokenizer=tokenizer,
         is_language_model=True,
+        vocab_size=vocab_size,
+        sampling=sampling,
         facts=facts or {},
     )

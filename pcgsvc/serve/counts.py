@@ -8,7 +8,9 @@ guards it.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from pcgsvc.capture.capture import GraphTable
@@ -31,6 +33,8 @@ class CallCounts:
         """Calls by row count, and whether the batch was uniform."""
         self.rows, self.padded = 0, 0
         """True rows and padding rows that ran."""
+        self.listeners: list[Callable[[float], None]] = []
+        """Told the seconds of each call; while there are none, no time is taken."""
         self._fallbacks: Counter[tuple[int, str]] = Counter()
         self._by_reason: Counter[str] = Counter()
         self._dispatch, self._sizes = dispatch, table.sizes
@@ -72,6 +76,15 @@ class CallCounts:
                 uniform=uniform,
             )
 
+    def timed(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Make a call, tell the listeners how long it took, and return its result."""
+        started = time.perf_counter()
+        result = call(*args)
+        seconds = time.perf_counter() - started
+        for listen in self.listeners:
+            listen(seconds)
+        return result
+
     def log_totals(self) -> None:
         """Log how many calls ran without a graph since the build, by reason."""
         for reason, calls in self._by_reason.items():
@@ -88,6 +101,8 @@ class CallCounts:
                 {"num_tokens": n, "reason": reason, "count": count}
                 for (n, reason), count in sorted(self._fallbacks.items())
             ],
+            "rows": self.rows,
+            "padding_rows": self.padded,
             "padding_share": share,
             "calls": [
                 {"num_tokens": n, "uniform": uniform, "count": count}

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from pcgsvc.errors import BatchError, ConfigError
+from pcgsvc.events import span
 from pcgsvc.forward.batch import Batch
 from pcgsvc.forward.bundle import EmbeddingSpec
 from pcgsvc.serve.steps import StepRunner, largest_step
@@ -62,7 +63,8 @@ def embed_ids(runner: StepRunner, ids: Sequence[Sequence[int]]) -> torch.Tensor:
                 "texts."
             )
     chunks = _chunks(ids, largest_step(runner), runner.memory.max_reqs)
-    return torch.cat([_step(runner, chunk) for chunk in chunks])
+    with span("pcgsvc.embed", texts=len(ids)):
+        return torch.cat([_step(runner, chunk) for chunk in chunks])
 
 
 def pool(

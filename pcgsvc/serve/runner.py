@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,20 @@ from pcgsvc.config import Outputs
 from pcgsvc.errors import BatchError, PcgError
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch, refuse_lost_context
 from pcgsvc.forward.request import Request
+from pcgsvc.forward.sampling import Sampling
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import reset_context, set_context, use_context
 from pcgsvc.ops.modes import Resolution
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Direct
+from pcgsvc.serve.blocks import BlockAllocator
 from pcgsvc.serve.counts import CallCounts
 from pcgsvc.serve.dispatch import Dispatch, DispatchTable, unlike_traced
 from pcgsvc.serve.embed import embed
-from pcgsvc.serve.generate import generate
+from pcgsvc.serve.generate import generate, stream
 from pcgsvc.serve.inputs import InputBinder
 from pcgsvc.serve.replay import Replay, input_views, poison_others
+from pcgsvc.serve.slots import NewToken
 from pcgsvc.serve.streams import CallOrder
 from pcgsvc.serve.summary import summary
 from pcgsvc.serve.weights import LoadedState, Weights
@@ -75,13 +78,14 @@ class Runner:
             skipped=table.skipped,
             predicate=model.predicate,
         )
+        self.blocks = None if memory.geometry is None else BlockAllocator(memory.geometry)
+        """The KV blocks that callers may use; None for models without attention."""
         self.report = report
         """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
         self._closed, self._at_close = False, at_close
         self._model_name = getattr(model.module, "__name__", type(model.module).__name__)
         self._lock, self._process = threading.RLock(), os.getpid()
-        self._running = False
-        self._autocast_met = False
+        self._running = self._autocast_met = False
         self._counts = CallCounts(config, self.dispatch, table)
         static = memory.static_tensors if config.debug.check_addresses else None
         self._weights = Weights(model.module, memory.tensors, static)
@@ -131,6 +135,8 @@ class Runner:
             if grad:
                 torch_private.set_grad(False)
             try:
+                if self._counts.listeners:
+                    return self._counts.timed(self._call, args, kwargs, batch)
                 return self._call(args, kwargs, batch)
             finally:
                 self._running = False
@@ -173,10 +179,28 @@ class Runner:
         return self.dispatch.plan(num_tokens, len(batch.query_lens), uniform)
 
     def generate(
-        self, prompts: Sequence[str], max_new_tokens: int = 16, *, return_ids: bool = False
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int = 16,
+        *,
+        sampling: Sampling | None = None,
+        slots: int | None = None,
+        return_ids: bool = False,
     ) -> Any:
-        """Continue prompts greedily, in one batch; see `pcgsvc.serve.generate.generate`."""
-        return generate(self, prompts, max_new_tokens, return_ids=return_ids)
+        """Continue prompts of any number; see `pcgsvc.serve.generate.generate`."""
+        return generate(
+            self, prompts, max_new_tokens, sampling=sampling, slots=slots, return_ids=return_ids
+        )
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        sampling: Sampling | None = None,
+    ) -> Iterator[NewToken]:
+        """Continue one prompt, token by token; see `pcgsvc.serve.generate.stream`."""
+        return stream(self, prompt, max_new_tokens, sampling=sampling)
 
     def embed(self, texts: Sequence[str], *, truncate: bool = False) -> torch.Tensor:
         """Return one sentence vector per text; see `pcgsvc.serve.embed.embed`."""
@@ -240,10 +264,15 @@ class Runner:
         Returns:
             hits: replays by `mode:size`. never_used: captured entries without any, in this form.
             fallbacks: calls without a graph, with reasons. calls: counts by true row count and
-            kind of batch. padding_share: padding rows by all rows that ran.
+            kind of batch. rows, padding_rows: what ran. padding_share: padding rows by all rows.
         """
         with self.lock:
             return self._counts.stats()
+
+    def time_calls(self, listener: Callable[[float], None]) -> None:
+        """Have a function told each call's seconds, under the lock; CUDA's until launched."""
+        with self.lock:
+            self._counts.listeners.append(listener)
 
     def reset_stats(self) -> None:
         """Forget all counts, so that `stats()` speaks of what follows."""

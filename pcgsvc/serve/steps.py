@@ -14,6 +14,7 @@ from pcgsvc.capture.capture import GraphTable
 from pcgsvc.forward.batch import Batch, CheckedBatch
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace
+from pcgsvc.serve.blocks import BlockAllocator
 
 
 class StepRunner(Protocol):
@@ -22,6 +23,8 @@ class StepRunner(Protocol):
     request: Request
     memory: Workspace
     table: GraphTable
+    blocks: BlockAllocator | None
+    """KV blocks that callers may use; None for models without attention."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:

@@ -1,0 +1,125 @@
+"""Load the example service with SmolLM2 on the CPU: one client, then many, in one run.
+
+    python scripts/bench_service.py --clients 64 --out docs/results/service-cpu.json
+
+Starts `examples/service` as a process on loopback, compares every answer of a prompt with the first
+one, and writes throughput and latencies. Ratios are taken within one run; other load on the machine
+moves the absolute figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from service.load import Answer, figures, load  # noqa: E402
+
+MODEL = (
+    "model=smollm2 device=cpu compiler=eager attention.max_model_len=128 "
+    "capture.sizes=[1,8,32,64,128] capture.self_check=false attention.max_num_reqs=64"
+)
+PORT = 8765
+
+
+def bodies(count: int, distinct: int, new: int) -> list[dict[str, Any]]:
+    """Return requests; greedy, so that each prompt has one answer."""
+    prompts = [f"The number {at} is known for" for at in range(distinct)]
+    return [
+        {"prompt": prompts[at % distinct], "max_new_tokens": new, "temperature": 0}
+        for at in range(count)
+    ]
+
+
+def start(cache: str) -> tuple[subprocess.Popen[bytes], float]:
+    """Return the service once it is ready, and how long that took in seconds."""
+    words = f"{MODEL} cache.dir={cache}"
+    command = [sys.executable, "-m", "uvicorn", "--app-dir", str(ROOT / "examples"), "--factory"]
+    command += ["service.app:create_app", "--port", str(PORT), "--log-level", "warning"]
+    started = time.perf_counter()
+    process = subprocess.Popen(command, env=os.environ | {"SERVICE_GENERATE": words})
+    while process.poll() is None:
+        try:
+            if httpx.get(f"http://127.0.0.1:{PORT}/readyz").status_code == 200:
+                return process, time.perf_counter() - started
+        except httpx.HTTPError:
+            time.sleep(0.5)
+    raise SystemExit("the service did not start")
+
+
+def measured(requests: list[dict[str, Any]], clients: int) -> tuple[list[Answer], dict[str, Any]]:
+    """Send requests from some clients; return the answers and the figures."""
+    started = time.perf_counter()
+    answers = asyncio.run(load(f"http://127.0.0.1:{PORT}", requests, clients))
+    return answers, figures(answers, time.perf_counter() - started)
+
+
+def different(answers: list[Answer]) -> int:
+    """Return how many answers are not the first one of their prompt."""
+    first: dict[str, list[int]] = {}
+    return sum(first.setdefault(a.body["prompt"], a.tokens) != a.tokens for a in answers)
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=320)
+    parser.add_argument(
+        "--alone", type=int, default=12, help="requests of one client, before/after"
+    )
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    few = bodies(given.alone, given.prompts, given.max_new_tokens)
+    many = bodies(given.requests, given.prompts, given.max_new_tokens)
+    with tempfile.TemporaryDirectory() as cache:
+        words = [*MODEL.split(), f"cache.dir={cache}", f"hydra.run.dir={cache}/log"]
+        subprocess.run([sys.executable, "-m", "pcgsvc", "job=compile", *words], check=True)
+        process, ready_s = start(cache)
+        try:
+            load_before = os.getloadavg()[0]
+            before, alone = measured(few, 1)
+            answers, together = measured(many, given.clients)
+            after, again = measured(few, 1)
+        finally:
+            process.terminate()
+            process.wait()
+    one = (alone["tokens_per_s"] + again["tokens_per_s"]) / 2
+    report = {
+        "command": "python " + " ".join(["scripts/bench_service.py", *sys.argv[1:]]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "settings": MODEL,
+        "threads": os.environ.get("OMP_NUM_THREADS", "as torch chooses"),
+        "load_average": [round(load, 1) for load in (load_before, os.getloadavg()[0])],
+        "ready_after_a_warm_start_s": round(ready_s, 2),
+        "one_client": [alone, again],
+        f"{given.clients}_clients": together,
+        "speedup": round(together["tokens_per_s"] / one, 2),
+        "answers_unlike_the_first_of_their_prompt": different([*before, *answers, *after]),
+    }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if given.out is not None:
+        given.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

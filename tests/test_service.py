@@ -1,0 +1,212 @@
+"""The example service as a process: answers, refusals, clients that leave, counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+for needed in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(needed)
+
+from generate_helpers import wanted  # noqa: E402
+from service.load import load  # noqa: E402
+from service_helpers import Server, is_right, serving, wait_for  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("service")
+    words = "model=llama model.num_layers=2 compiler=eager device=cpu capture.self_check=false "
+    words += "attention.block_size=4 attention.max_model_len=64 attention.max_num_reqs=4 "
+    words += "capture.sizes=[1,4,16]"
+    with serving(
+        folder / "cache", folder / "log", words, max_waiting=16, max_body=50_000
+    ) as server:
+        yield server
+
+
+def post(server: Server, **body: Any) -> Any:
+    return httpx.post(f"{server.url}/generate", json=body, timeout=60)
+
+
+def is_idle(server: Server) -> bool:
+    got = server.metrics()
+    held = got['pcgsvc_kv_blocks{runner="generate",state="held"}']
+    return held == got['service_running{endpoint="generate"}'] == 0
+
+
+def test_concurrent_requests_get_what_each_would_get_alone(server: Server) -> None:
+    prompts = [[5, 17, 200, 3], [9], list(range(100, 130)), [42, 43]] * 4
+    before = server.metrics()
+    bodies = [{"prompt": p, "max_new_tokens": 5} for p in prompts]
+    answers = asyncio.run(load(server.url, bodies, 8))
+    assert {a.status for a in answers} == {200}
+    assert all(a.finished == "length" and len(a.tokens) == 5 for a in answers)
+    assert all(is_right(a.body["prompt"], a.tokens) for a in answers)
+    whole = post(server, prompt=[9], max_new_tokens=5, stream=False).json()
+    assert whole == {"tokens": wanted([[9]], 5)[0], "text": "", "finished": "length"}
+    after = server.metrics()
+
+    def grew(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    sent = sum(map(len, prompts)) + 1
+    assert grew('service_requests_total{endpoint="generate",status="200"}') == 17
+    assert grew('service_tokens_total{kind="prompt"}') == sent
+    assert grew('service_tokens_total{kind="new"}') == 17 * 5
+    assert grew('pcgsvc_rows_total{runner="generate"}') == sent + 17 * 4
+    steps = grew("service_step_seconds_count")
+    assert grew('pcgsvc_call_seconds_count{runner="generate"}') == steps < 17 * 5
+
+
+def test_sampling_is_the_request_s(server: Server) -> None:
+    def made(**sampling: Any) -> list[int]:
+        body = {"prompt": [5, 6, 7], "max_new_tokens": 12, "stream": False, **sampling}
+        tokens: list[int] = post(server, **body).json()["tokens"]
+        return tokens
+
+    drawn = made(temperature=5.0, seed=3)
+    assert drawn == made(temperature=5.0, seed=3)
+    assert drawn != made(temperature=5.0, seed=4)
+    assert made(temperature=5.0, top_k=1) == made()
+    assert len(set(made(repetition_penalty=100.0))) == 12
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"prompt": []}, 422, "none may be empty"),
+        ({"prompt": ""}, 422, "at least 1 character"),
+        ({"prompt": [1, 512]}, 422, "got token 512"),
+        ({"prompt": [1.5]}, 422, "valid integer"),
+        ({"prompt": "text"}, 422, "no tokenizer"),
+        ({"prompt": [1] * 60, "max_new_tokens": 5}, 422, "max_model_len=64"),
+        ({"prompt": [1], "max_new_tokens": 0}, 422, "max_new_tokens: got 0"),
+        ({"prompt": [1], "max_new_tokens": 5000}, 422, "at most 1024"),
+        ({"prompt": [1], "temperature": -1}, 422, "temperature: got -1"),
+        ({"prompt": [1], "top_p": 2}, 422, "top_p: got 2"),
+        ({"prompt": [1], "seed": -1}, 422, "seed: got -1"),
+        ({"prompt": [1], "stop": ["x"]}, 422, "no tokenizer"),
+        ({"prompt": [1], "temprature": 1}, 422, "temprature"),
+        ({"prompt": [1] * 30_000}, 413, "50000 bytes"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_request_is_refused_with_its_reason(
+    server: Server, body: dict[str, Any], status: int, words: str
+) -> None:
+    got = post(server, **body)
+    assert (got.status_code, words in got.text) == (status, True), got.text
+
+
+def test_what_is_no_json_or_ends_early_is_refused(server: Server) -> None:
+    broken = httpx.post(f"{server.url}/generate", content=b'{"prompt": [1')
+    assert broken.status_code == 422
+    port = int(server.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as cut:
+        cut.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+        cut.shutdown(socket.SHUT_WR)
+        assert cut.recv(100).startswith((b"HTTP/1.1 400", b""))
+    assert httpx.post(f"{server.url}/embed", json={"texts": ["x"]}).status_code == 404
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
+    assert post(server, prompt=[9], max_new_tokens=2, stream=False).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot_and_blocks(server: Server, stream: bool) -> None:
+    before = server.metrics()["service_cancelled_total"]
+    body = json.dumps({"prompt": [1], "max_new_tokens": 60, "stream": stream}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n".encode()
+    port = int(server.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(head + b"Content-Type: application/json\r\n\r\n" + body)
+        wait_for(lambda: not is_idle(server))
+    wait_for(lambda: is_idle(server))
+    assert server.metrics()["service_cancelled_total"] == before + 1
+
+
+def test_a_full_queue_refuses_and_those_that_wait_are_answered(server: Server) -> None:
+    body = {"prompt": [5, 6, 7], "max_new_tokens": 15}
+    answers = asyncio.run(load(server.url, [body] * 60, 60))
+    by_status = {s: [a for a in answers if a.status == s] for s in {a.status for a in answers}}
+    assert set(by_status) == {200, 429}
+    assert len(by_status[200]) >= 8
+    assert all(is_right(body["prompt"], a.tokens) for a in by_status[200])  # type: ignore[arg-type]
+    assert "requests are waiting" in by_status[429][0].error
+    wait_for(lambda: is_idle(server))
+
+
+def test_a_scrape_waits_for_a_step_and_not_the_loop(server: Server) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda at: server.metrics()["service_cancelled_total"], range(8)))
+    assert len(set(got)) == 1
+
+
+def test_without_a_model_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from service.app import create_app
+
+    for name in ("SERVICE_GENERATE", "SERVICE_EMBED"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="neither is set"):
+        create_app()
+    monkeypatch.setenv("SERVICE_SLOTS", "many")
+    with pytest.raises(ValueError, match="many"):
+        create_app()
+
+
+def test_texts_of_concurrent_requests_share_calls_and_one_bad_one_spoils_none() -> None:
+    import torch
+    from service.front import BusyError, DrainingError, EmbedFront, StepError
+
+    from pcgsvc.errors import BatchError
+
+    calls: list[list[str]] = []
+
+    class Encoder:
+        def embed(self, texts: list[str], *, truncate: bool) -> torch.Tensor:
+            calls.append(texts)
+            if "long" in texts:
+                raise BatchError("too long")
+            if "broken" in texts:
+                raise RuntimeError("lost")
+            return torch.tensor([[float(len(text))] for text in texts])
+
+    async def main() -> list[Any]:
+        runner: Any = Encoder()
+        front = EmbedFront(runner, max_texts=8, max_waiting=4, window_s=0.2)
+        asked = (["a", "bb"], ["ccc"], ["long"], ["d"], ["one too many"])
+        got: list[Any] = await asyncio.gather(
+            *(front.embed(texts, False) for texts in asked), return_exceptions=True
+        )
+        got.append((await asyncio.gather(front.embed(["broken"], True), return_exceptions=True))[0])
+        got.append(await front.embed(["e"], True))
+        await front.close()
+        got += await asyncio.gather(front.embed(["f"], True), return_exceptions=True)
+        return got
+
+    *answers, late = asyncio.run(main())
+    assert answers[:2] == [[[1.0], [2.0]], [[3.0]]]
+    assert answers[3] == [[1.0]]
+    kinds = [type(answer) for answer in (answers[2], answers[4], answers[5], late)]
+    assert kinds == [BatchError, BusyError, StepError, DrainingError]
+    assert answers[6] == [[1.0]]
+    assert calls[0] == ["a", "bb", "ccc", "long", "d"]
+
+
+def test_the_example_uses_public_names_only() -> None:
+    for path in (Path(__file__).parents[1] / "examples" / "service").glob("*.py"):
+        for line in path.read_text().splitlines():
+            if line.startswith(("import pcgsvc", "from pcgsvc")):
+                allowed = ("import pcgsvc", "from pcgsvc.errors ", "from pcgsvc.metrics ")
+                assert line.startswith(allowed), f"{path.name}: {line}"
+            assert "runner._" not in line, f"{path.name}: {line}"
