@@ -303,6 +303,14 @@ def test_the_recommended_mode_captures_what_the_steps_use(
     assert plan_for(config_of(path, asked), {}).as_json()["recommended"]["mode"] == mode.value
 
 
+@pytest.mark.parametrize(("count", "requests"), [(1, 512), (64, 24)])
+def test_the_recommended_requests_include_those_of_the_decode_entry(
+    count: int, requests: int
+) -> None:
+    plan = plan_for(config_of(FILES[0], scheduler=SMALL, count=count), {})
+    assert plan.as_json()["recommended"]["max_requests"] == requests
+
+
 def test_a_file_of_calls_says_that_no_scheduler_is_simulated(tmp_path: Path) -> None:
     path = written(tmp_path, "t.csv", "num_tokens\n5\n7\n")
     found = plan_for(config_of(path, scheduler=SMALL), {}).as_json()
@@ -349,13 +357,14 @@ def test_a_run_of_the_recommendation_uses_graphs_as_predicted(
     rng = random.Random(3)
     rows = [f"0,M,{rng.randint(1, 30)},{rng.randint(1, 12)},0,API" for _ in range(30)]
     Path("b.csv").write_text("\n".join([BURST.split("\n")[0], *rows, ""]))
-    words = ["device=cpu", "traffic=b.csv", "sizing.count=4", "sizing.scheduler.max_num_seqs=7"]
+    words = ["device=cpu", "traffic=b.csv", "sizing.count=1", "sizing.scheduler.max_num_seqs=7"]
     words += ["sizing.scheduler.max_num_batched_tokens=32"]
     planned = cli("job=sizes", *words)
     assert planned.code == 0, planned.out + planned.err
     (path,) = [p for p in planned.files if p.name == "sizes.json"]
     best = json.loads(path.read_text())["recommended"]
     requests = best["max_requests"]
+    assert requests == best["sizes"][0] == 32  # the only decode entry is for as many
     assert f"mode=full_and_piecewise attention.max_num_reqs={requests}" in planned.out
     tiny = ["model.num_layers=1", "compiler=eager", "bench.enabled=false"]
     overrides = [best["override"], f"mode={best['mode']}"]

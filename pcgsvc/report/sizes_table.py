@@ -6,7 +6,7 @@ In: a `SizePlan`, or the report's `traffic`. Out: text on a console.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from rich.console import Console
@@ -65,11 +65,17 @@ def _show_simulation(out: Console, simulation: Simulation) -> None:
     limits = f"{scheduler.max_num_seqs} requests, {scheduler.max_num_batched_tokens} tokens"
     show_fact(out, "scheduler", f"{arrivals}; a step has at most {limits}{chunk}{drafts}")
     shown = [
-        f"{sum(calls.values())} {kind} of {min(calls)} to {max(calls)} rows"
+        f"{sum(calls.values())} {kind} of {_extent(calls)} rows"
         for kind, calls in simulation.kinds.items()
         if calls
     ]
     show_fact(out, "steps", ", ".join(shown))
+
+
+def _extent(numbers: Collection[int]) -> str:
+    """Return the least and the largest number, or the only one."""
+    ends = sorted({min(numbers), max(numbers)})
+    return " to ".join(map(str, ends))
 
 
 def _sizes(plan: SizePlan, point: Point) -> str:
