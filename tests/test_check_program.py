@@ -265,6 +265,26 @@ def test_a_forward_that_asks_whether_it_is_traced_is_found_in_every_mode() -> No
     build(forward, mode="none", self_check=False).close()
 
 
+@torch.library.custom_op("checkprogram::wipes", mutates_args=())
+def wipes(x: torch.Tensor) -> torch.Tensor:
+    """Write to its argument, and do not say so."""
+    y = x * 2
+    x.zero_()
+    return y
+
+
+@wipes.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_undeclared_write_to_an_input_is_named_and_not_called_host_state() -> None:
+    named = r"checkprogram::wipes writes to its argument 'x'.*checkprogram::wipes\(Tensor x\)"
+    for mode in ("none", "piecewise"):
+        with pytest.raises(VerifyError, match=named):
+            build(lambda x: wipes(x) + x, mode=mode)
+
+
 # ---- plain execution is not one thing ------------------------------------------------------------
 
 
@@ -282,6 +302,28 @@ def test_attention_modules_of_torch_take_the_path_that_was_traced() -> None:
     module, x = Model().eval(), torch.randn(3, 5, 16)
     with build(module, {"x": torch.randn(6, 5, 16)}) as runner, torch.no_grad():
         torch.testing.assert_close(runner(x), module(x))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(6, 5, dtype=torch.bool), torch.rand(6, 5) > 0.5])
+def test_rows_that_torch_packs_by_a_mask_are_refused_with_the_fix(mask: torch.Tensor) -> None:
+    class Model(nn.Module):
+        def __init__(self, *, nested: bool) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.encoder(x, src_key_padding_mask=mask)
+
+    inputs = {"x": torch.randn(6, 5, 8), "mask": mask}
+    dims = dict.fromkeys(inputs, 0)
+    with pytest.raises(TraceError, match=r"\['encoder'\].*enable_nested_tensor=False"):
+        build(Model(nested=True).eval(), inputs, dims)
+    module, x, ends = Model(nested=False).eval(), torch.randn(3, 5, 8), torch.zeros(3, 5) > 0
+    ends[:, 3:] = True
+    with build(module, inputs, dims) as runner, torch.no_grad():
+        torch.testing.assert_close(runner(x, ends), module(x, ends))
     assert torch.backends.mha.get_fastpath_enabled()
 
 
