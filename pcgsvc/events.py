@@ -13,9 +13,11 @@ the reader's. Long phases are timed, logged and reported to a progress listener 
 | `cache_miss` | INFO for a program, DEBUG for its pieces | reason |
 | `healed` | WARNING | reason (a stored program was wrong, and is built cold) |
 | `fallback` | INFO, or WARNING where graphs were meant to serve | reason, num_tokens, uniform |
+| `ready` | INFO | start (cold, warm or plan), seconds, parts (seconds by name; their sum is that) |
+| `progress` | INFO | phase, done, total (units), seconds (a phase that takes long, no terminal) |
 | `fallbacks` | INFO | reason, calls (in all; one event per reason when the runner is closed) |
 
-Phases: import, trace, split, compile, load, capture, verify, bench, traffic.
+Phases: import, trace, split, compile, load, check, capture, verify, prove, count, bench, traffic.
 
 Where OpenTelemetry's API is installed, phases, steps of `Slots`, `generate` and `embed` are spans
 as well, of whatever tracer provider the process has set; calls of a runner are not.
@@ -42,6 +44,8 @@ EVENTS = (
     "cache_miss",
     "healed",
     "fallback",
+    "ready",
+    "progress",
     "fallbacks",
 )
 
@@ -52,6 +56,11 @@ def log_event(
     """Log a message as an event, as if from the caller's line."""
     if logger.isEnabledFor(level):
         logger.log(level, message, *args, extra={"event": event, **fields}, stacklevel=2)
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """Return a number and its noun."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 PHASES = ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total")
@@ -112,6 +121,17 @@ class Phases:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
             self.progress.stop()
+
+    def ready(self, start: str) -> dict[str, Any]:
+        """Log that all is done, as an event; return its fields, which a report has as `ready`."""
+        total = time.perf_counter() - self._started
+        parts = {"model" if k == "weights" else k: v for k, v in self.seconds.items() if v}
+        parts["other"] = total - sum(parts.values())
+        fields = {"start": start, "seconds": total, "parts": parts}
+        words = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
+        message = "ready: %.3f s, %s start: %s"
+        log_event(logger, logging.INFO, "ready", message, total, start, words, **fields)
+        return fields
 
     def since_start(self) -> dict[str, float]:
         """Return the seconds of every phase, `total` being the time since the job began."""

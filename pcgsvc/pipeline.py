@@ -7,6 +7,7 @@ results are handed from one to the next.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -68,7 +69,7 @@ def _build(request: Request, phases: Phases, check: bool, wrong: str | None) -> 
             model = store_program(made, found, env)
             log_start(model)
             plan = plan_capture(request, model.image)
-            warn_or_raise(request.config, [*plan.warnings, *model.warnings])
+            warn_or_raise(request.config, [*plan.warnings, *model.warnings], plan.notes)
             table = capture(model, memory, plan, make_samples(request, memory), phases)
             env.store_tuned_kernels(model)
             seconds = phases.since_start()
@@ -84,6 +85,7 @@ def _build(request: Request, phases: Phases, check: bool, wrong: str | None) -> 
                 **verified.section(),
             }
             refuse(request.config, table, verified, report)
+            report["ready"] = phases.ready(model.start)
     return Runner(request, model, memory, table, plan.resolution, report, env.folder.close)
 
 
@@ -121,14 +123,17 @@ def _compile(request: Request, phases: Phases, wrong: str | None) -> dict[str, A
         model = store_program(made, found, env)
         log_start(model)
         plan = plan_capture(request, model.image)
-        warn_or_raise(request.config, [*plan.warnings, *model.warnings])
+        warn_or_raise(request.config, [*plan.warnings, *model.warnings], plan.notes)
         env.store_tuned_kernels(model)
         env.folder.close()
-        return compile_report(request, model, found, env)
+        report = compile_report(request, model, found, env)
+        return {**report, "ready": phases.ready(model.start)}
 
 
-def warn_or_raise(config: Config, warnings: list[str]) -> list[str]:
-    """Log what is not done as asked, and return it; ConfigError under `strict=true`."""
+def warn_or_raise(config: Config, warnings: list[str], notes: Sequence[str] = ()) -> list[str]:
+    """Log notes, and what is not done as asked; return that, ConfigError under `strict=true`."""
+    for note in notes:
+        logger.info("%s", note)
     for warning in warnings:
         logger.warning("%s", warning)
     if config.strict and warnings:

@@ -23,7 +23,7 @@ _INTRO = """\
 # Settings
 
 Every setting with its default, meaning, unit and limit. `null` is "left open": pcgsvc chooses, as
-the text says. The same on the command line: `pcgsvc --help`; what a setting is and who set it:
+the text says. The same on the command line: `pcgsvc --help-all`; what a setting is and who set it:
 `pcgsvc job=config config.explain=capture.max_size`.
 
 All settings are `name=value` on the command line, keyword arguments of `pcgsvc.compile` and

@@ -19,7 +19,8 @@ import pcgsvc
 from pcgsvc.jobs.app import main
 from pcgsvc.jobs.run import run_job as job
 
-TINY = ["model.num_layers=1", "compiler=eager", "capture.sizes=[1,2]", "bench.enabled=false"]
+TINY = ["model.num_layers=1", "compiler=eager", "capture.sizes=[1,2]"]
+TINY += ["bench.enabled=false", "cache.prove=false"]
 
 
 @dataclass

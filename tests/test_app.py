@@ -202,7 +202,19 @@ def test_varlen_resolves_to_piecewise_and_says_why(cli: Cli, validate_report: An
     mode = report["mode"]
     assert (mode["resolved"], mode["decode"], mode["mixed"]) == ("piecewise",) * 3
     assert "attention=varlen supports no full graphs" in mode["reasons"][0]
-    assert "attention=varlen supports no full graphs" in done.out
+    told = [line for line in done.out.splitlines() if "supports no full graphs" in line]
+    assert len([line for line in told if "[INFO]" in line]) == 1  # the default, and so no warning
+    assert len([line for line in told if not line.startswith("[")]) == 1
+    assert len(told) == 2
+    assert report["warnings"] == []
+
+
+def test_a_mode_that_was_asked_for_and_is_not_done_is_a_warning(cli: Cli) -> None:
+    done = cli(*TINY, "device=cpu", "attention=varlen", "mode=full", "job=plan")
+    assert done.code == 0, done.out + done.err
+    told = [line for line in done.out.splitlines() if "supports no full graphs" in line]
+    assert [line for line in told if "[WARNING]" in line]
+    assert any("supports no full graphs" in warning for warning in done.reports[0]["warnings"])
 
 
 def test_report_and_run_folder_go_where_they_are_sent(cli: Cli, tmp_path: Path) -> None:
@@ -345,7 +357,11 @@ def test_main_leaves_argv_and_the_environment_as_they_were(
 
 
 def test_help_lists_groups_and_settings(cli: Cli) -> None:
-    done = cli("--help")
+    short = cli("-h")
+    assert (short.code, short.err) == (0, "")
+    assert len(short.out.splitlines()) <= 45
+    assert cli("--help").out == short.out
+    done = cli("--help-all")
     assert done.code == 0
     (models,) = [
         line for line in done.out.splitlines() if line.startswith("  model=") and "|" in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import typing
 from typing import Any
 
@@ -24,7 +25,7 @@ from pcgsvc.config import (
     to_dict,
     validate,
 )
-from pcgsvc.config.settings import Setting, help_text, walk
+from pcgsvc.config.settings import Setting, help_text, short_help, walk
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.preflight import check
 from pcgsvc.sizing.resolve import resolve_config
@@ -90,6 +91,19 @@ def test_help_names_every_setting_its_default_and_its_choices_within_the_width()
     assert "\n  dtype=null\n" in text
     assert "\n  model=llama | smollm2\n" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_short_help_fits_a_screen_and_names_only_what_there_is() -> None:
+    text = short_help({"model": ["a_long_name"] * 12, "preset": ["fast"]})
+    assert len(text.splitlines()) <= 45
+    assert max(map(len, text.splitlines())) <= 80
+    paths = set(BY_PATH) | {"model", "preset"}
+    named = re.findall(r"(?<![\w.])([a-z_]+(?:\.[a-z_]+)*)=", text)
+    assert {n for n in named if not n.startswith("hydra.")} <= paths
+    for name in ("mode", "job"):
+        for word in BY_PATH[name].choices:
+            assert word in text
+    assert "--help-all" in text
 
 
 # ---- kinds ---------------------------------------------------------------------------------------

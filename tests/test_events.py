@@ -68,6 +68,11 @@ def test_a_build_tells_its_phases_captures_and_cache_misses(
         assert sorted(started) == sorted(r["phase"] for r in ended)
         assert {"trace", "split", "compile", "load", "capture"} <= set(started)
         assert all(r["ok"] and r["seconds"] >= 0 for r in ended)
+        (ready,) = named(records, "ready")
+        assert ready["start"] == "cold"
+        assert {"check", "trace", "capture", "verify", "other"} <= set(ready["parts"])
+        assert sum(ready["parts"].values()) == pytest.approx(ready["seconds"])
+        assert min(ready["parts"].values()) >= 0
         assert named(records, "capture") == [
             {"mode": "piecewise", "size": size, "uniform": False, "graphs": 2} for size in (4, 2)
         ]

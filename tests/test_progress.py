@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pcgsvc.jobs import run as jobs
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.run import run_job
 from pcgsvc.pipeline import build_from_config
+from pcgsvc.report import progress
 from pcgsvc.report.progress import progress_for
 
 SMALL = [
@@ -106,6 +108,27 @@ def test_in_a_terminal_each_phase_has_a_bar(
         assert re.search(rf"\b{phase} [━╸╺ ]{{40}} *\d/", drawn), phase
     assert "0/4" in drawn
     assert "0/3" in drawn
+
+
+def test_a_long_phase_has_a_line_every_few_seconds_without_a_terminal(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_EVERY_S", 0.02)
+    with caplog.at_level(logging.INFO, logger="pcgsvc"):
+        with progress_for(Console(file=io.StringIO())) as listener:
+            listener.start("compile", 3)
+            listener.advance()
+            time.sleep(0.3)
+            listener.stop()
+            listener.start("trace", 1)
+            listener.stop()
+        told = [r for r in caplog.records if getattr(r, "event", "") == "progress"]
+        time.sleep(0.1)  # nothing is logged of what is over
+        assert told == [r for r in caplog.records if getattr(r, "event", "") == "progress"]
+    assert len(told) >= 3
+    assert re.fullmatch(r"compile: 1 of 3, still running after \d+ s", told[-1].getMessage())
+    assert {vars(r)["phase"] for r in told} == {"compile"}
+    assert (vars(told[-1])["done"], vars(told[-1])["total"]) == (1, 3)
 
 
 def test_one_unit_has_a_bar_that_moves_and_no_count() -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pcgsvc.events import Silent
-from pcgsvc.report.progress import progress_for
+from pcgsvc.report.progress import Lines, progress_for
 from pcgsvc.report.report import write_report
 from pcgsvc.report.tables import console, show_place, show_report, show_text
 
@@ -37,6 +36,7 @@ def report() -> dict[str, Any]:
     ]
     errors = {"max_rel_err": 0.0, "tolerance": 0.0, "max_rel_err_true": 2e-7}
     times = {"host_us": 12.4, "step_us": 345.6, "plain_us": 78901.2, "region_us": 300.0}
+    times |= {"step_low_us": 330.0, "step_high_us": 395.0}
     return {
         "schema": 1,
         "pcgsvc": "0.1.0",
@@ -53,7 +53,7 @@ def report() -> dict[str, Any]:
             "resolved": "full_and_piecewise",
             "decode": "full",
             "mixed": "piecewise",
-            "reasons": ["full was asked for, but it cannot be had"],
+            "reasons": ["full was asked for, but it cannot be had [so]"],
         },
         "partition": {
             "strategy": "fx",
@@ -103,6 +103,11 @@ def report() -> dict[str, Any]:
             | times
             for e in entries
         ],
+        "ready": {
+            "start": "cold",
+            "seconds": 6.5,
+            "parts": {"trace": 1.25, "compile": 3.5, "check": 1.25, "capture": 0.5},
+        },
         "dispatch": {"hits": {}, "fallbacks": [], "padding_share": 0.0},
         "warnings": ["full was asked for, but it cannot be had [so]"],
     }
@@ -113,6 +118,13 @@ def shown(report: dict[str, Any], width: int, *, terminal: bool = False) -> str:
     show_report(out, report)
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
+
+
+def header_of(text: str) -> list[str]:
+    """Return the words of the two lines above the entries, the lower one first."""
+    lines = text.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("entry"))
+    return [*lines[at].split(), *lines[at - 1].split()]
 
 
 def test_the_example_is_a_report(report: dict[str, Any], validate_report: Any) -> None:
@@ -127,12 +139,12 @@ def test_summary_says_what_was_built_and_found(report: dict[str, Any]) -> None:
     for fact in (
         "0.1.0, torch 2.13.0, cuda:0 (NVIDIA H200), bfloat16",
         "llama 1b, attention paged",
-        "full_and_piecewise, not full as asked: uniform decode full, all else piecewise",
+        "full_and_piecewise, not full: uniform decode full, all else piecewise",
         "3 regions (1 unique), 2 boundaries by fx, cut at ns::op x2",
         "inductor, cold start: 1 compiled, 0 loaded",
         "8 CUDA graphs: 6 piecewise, 2 full; 3.0 MiB pool",
         "size 1024: over the budget [bytes]",
-        "5.50: trace 1.250, compile 3.500, capture 0.250",
+        "6.50: trace 1.250, compile 3.500, check 1.250, capture 0.500",
         "all 4 entries equal plain execution; largest error 0 on padded inputs, 2e-07 on true",
         "full was asked for, but it cannot be had [so]",
     ):
@@ -154,14 +166,14 @@ def test_entries_are_listed_by_mode_and_rising_size(report: dict[str, Any]) -> N
         ("piecewise", "8"),
         ("piecewise", "512"),
     ]
-    figures = ["7", "ok", "0", "2e-07", "78901", "346", "12", "300", "5", "launch"]
+    figures = ["7", "ok", "0", "2e-07", "78901", "346", "±9%", "12", "300", "5", "launch"]
     assert entries[0][2:] == figures
 
 
 def test_wrong_entries_stand_out(report: dict[str, Any]) -> None:
     report["verify"][0] |= {"ok": False, "max_rel_err": 0.5}
     text = shown(report, 200)
-    assert "1 of 4 entries differ from plain execution; largest error 0.5" in text
+    assert "1 of 4 entries differs from plain execution; largest error 0.5" in text
     (line,) = [line for line in text.splitlines() if "WRONG" in line]
     assert line.split()[:2] == ["piecewise", "512"]
 
@@ -174,10 +186,9 @@ def test_no_line_is_wider_than_the_terminal(report: dict[str, Any], width: int) 
 
 def test_eighty_columns_show_every_timing_uncut(report: dict[str, Any]) -> None:
     text = shown(report, 80)
-    header = next(line for line in text.splitlines() if line.startswith("entry"))
-    assert header.split() == [
-        *("entry", "size", "rows", "error", "true"),
-        *("plain", "replay", "host", "regions", "bounds", "bound", "by"),
+    assert header_of(text) == [
+        *("entry", "size", "rows", "padded", "rows", "plain", "replay"),
+        *("host", "regions", "aries", "by", "error,", "true", "bound-", "bound"),
     ]
     assert "…" not in text
 
@@ -185,8 +196,9 @@ def test_eighty_columns_show_every_timing_uncut(report: dict[str, Any]) -> None:
 def test_a_narrow_terminal_keeps_errors_and_the_two_times_that_matter(
     report: dict[str, Any],
 ) -> None:
-    header = next(ln for ln in shown(report, 60).splitlines() if ln.startswith("entry"))
-    assert header.split() == ["entry", "size", "rows", "error", "true", "plain", "replay"]
+    assert header_of(shown(report, 60)) == [
+        *("entry", "size", "rows", "padded", "rows", "plain", "replay", "error,", "true"),
+    ]
 
 
 def test_recorded_graphs_are_never_called_cuda_graphs(report: dict[str, Any]) -> None:
@@ -194,6 +206,68 @@ def test_recorded_graphs_are_never_called_cuda_graphs(report: dict[str, Any]) ->
     text = shown(report, 200)
     assert "8 recorded graphs (the CPU's stand-in, never faster)" in text
     assert "CUDA graphs" not in text
+    assert not {"host", "bound", "by"} & set(header_of(text))  # there is no device to wait for
+    assert "launched" not in text
+    assert {"regions", "replay", "plain"} <= set(header_of(text))
+
+
+def test_the_verdict_comes_first(report: dict[str, Any]) -> None:
+    first = shown(report, 200).strip().splitlines()[0]
+    assert first.startswith("verified")
+    assert "all 4 entries equal plain execution" in first
+    assert first.endswith("ready in 6.5 s, cold start")
+    report["verify"][0] |= {"ok": False}
+    assert shown(report, 200).strip().startswith("wrong")
+
+
+def test_one_of_a_kind_is_singular(report: dict[str, Any]) -> None:
+    report["verify"] = report["verify"][:1]
+    assert "all 1 entry equals plain execution" in shown(report, 200)
+
+
+def test_spread_is_shown_and_a_noisy_machine_is_named(report: dict[str, Any]) -> None:
+    assert "346 ±9%" in shown(report, 200)
+    assert "noisy machine" not in shown(report, 200)
+    for row in report["bench"]:
+        row["step_high_us"] = 2 * row["step_us"]
+    assert "noisy machine: runs of one entry differ by ±52%" in shown(report, 200)
+
+
+def test_reduce_overhead_has_a_column_where_it_was_timed(report: dict[str, Any]) -> None:
+    assert "overhead" not in shown(report, 200)
+    report["bench"][0]["reduce_overhead_us"] = 543.2
+    words = header_of(shown(report, 200))
+    assert {"reduce-", "overhead", "plain", "replay"} <= set(words)
+    assert " 543 " in shown(report, 200)
+
+
+def test_a_mode_that_was_resolved_says_why_once(report: dict[str, Any]) -> None:
+    report["mode"]["reasons"] = ["full_and_piecewise becomes piecewise, since [it must]"]
+    report["warnings"] = []
+    assert shown(report, 200).count("since [it must]") == 1
+    report["warnings"] = list(report["mode"]["reasons"])
+    assert shown(report, 200).count("since [it must]") == 1
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [
+        ({"stored": True, "proof": {"ok": True, "seconds": 2.0, "reason": None}}, "stored"),
+        ({"stored": True, "proof": {"ok": False, "seconds": 2.0, "reason": "no [x]"}}, "failed"),
+        ({"stored": False, "not_stored": ["a full disk"]}, "failed"),
+        ({"stored": True}, "stored"),
+    ],
+)
+def test_compile_says_first_whether_it_stored(
+    report: dict[str, Any], cache: dict[str, Any], words: str
+) -> None:
+    report["config"]["job"] = "compile"
+    report["cache"] |= {"dir": "/there", "not_stored": [], **cache}
+    del report["verify"], report["bench"], report["graphs"]
+    first = shown(report, 200).strip().splitlines()[0]
+    assert first.startswith(words)
+    expected = {"stored": "/there", "failed": "no [x]" if "proof" in cache else "a full disk"}
+    assert expected[words] in first
 
 
 def test_a_plan_shows_the_split_and_no_entries(report: dict[str, Any]) -> None:
@@ -250,7 +324,7 @@ def test_a_prompt_is_shown_as_it_is_whatever_brackets_it_has() -> None:
 
 def test_no_bars_where_there_is_no_terminal() -> None:
     with progress_for(Console(file=io.StringIO())) as progress:
-        assert isinstance(progress, Silent)
+        assert isinstance(progress, Lines)
 
 
 def test_bars_name_the_phase_and_log_lines_stand_above_them(

@@ -128,6 +128,7 @@ def test_jobs_that_run_out_of_memory_or_are_killed_do_not_end_the_others(
     killer.start()
     vocab = "model.vocab_size=2000000000,512,256"  # the first wants half a terabyte
     words = ["compiler=eager", "model.num_layers=1", "job=compile", "hydra.sweep.dir=out"]
+    words += ["cache.prove=false"]
     done = cli("-m", *words, "device=cpu", vocab)
     killer.join()
     assert done.code == 1

@@ -21,7 +21,8 @@ from hydra.core.singleton import Singleton
 from pcgsvc.jobs.app import main
 
 PACKAGE = Path(__file__).parent.parent
-TINY = ["device=cpu", "model.num_layers=1", "capture.sizes=[1,2]", "bench.enabled=false"]
+TINY = ["device=cpu", "model.num_layers=1", "capture.sizes=[1,2]"]
+TINY += ["bench.enabled=false", "cache.prove=false"]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pcgsvc import torch_private
 from pcgsvc.cache.programs import Artifacts
 from pcgsvc.cache.store import Store
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.events import Phases, log_event
+from pcgsvc.events import Phases, count, log_event
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace, preserved
@@ -67,6 +67,8 @@ class BuildEnvironment:
             "miss_reasons": list(dict.fromkeys(reasons)),
             "bytes": self.store.num_bytes(),
             "healed": int(self.wrong is not None),
+            "stored": model.facts is not None,
+            "not_stored": model.unstored,
         }
 
 
@@ -74,12 +76,12 @@ def log_start(model: CompiledModel) -> None:
     """Log how a model came about, in one line."""
     image, counts = model.image, model.counts
     logger.info(
-        "%s start: %d ops in %d regions (%d unique) and %d boundaries; %d compiled, %d loaded",
+        "%s start: %s in %s (%d unique) and %s; %d compiled, %d loaded",
         model.start,
-        sum(image.ops.values()),
-        image.count(Kind.REGION),
+        count(sum(image.ops.values()), "op"),
+        count(image.count(Kind.REGION), "region"),
         image.unique_regions,
-        image.count(Kind.BOUNDARY),
+        count(image.count(Kind.BOUNDARY), "boundary", "boundaries"),
         counts.compiled,
         counts.loaded,
     )

@@ -181,14 +181,16 @@ def store_program(made: MadeProgram, found: ProgramLookup, env: BuildEnvironment
     if made.regions is None:
         return model
     problems = [*found.problems, *made.problems]
-    stored = found.facts is not None and not problems and not artifacts.counts.unsaved
-    if found.facts is not None and stored:
-        artifacts.save(found.facts, model.image)
+    unsaved = artifacts.counts.unsaved
+    unstored = [*problems, *unsaved]
+    if found.facts is not None and not unstored and not artifacts.save(found.facts, model.image):
+        unstored = [*unsaved] or [env.store.why_not_stored()]
     env.until_stored.close()
     refusal = [f"the program cannot be stored: {'; '.join(problems)}"] if problems else []
     return replace(
         model,
-        facts=found.facts if stored else None,
+        facts=None if unstored else found.facts,
+        unstored=unstored,
         misses=[*found.misses, *refusal],
         warnings=[*model.warnings, *(refusal if env.store.enabled else [])],
     )

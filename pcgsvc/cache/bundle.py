@@ -27,6 +27,7 @@ from typing import BinaryIO
 from pcgsvc.cache.envelope import DamagedError, Entry, Kind, MissError, check_key, decode, encode
 from pcgsvc.cache.store import Store
 from pcgsvc.errors import CacheError
+from pcgsvc.events import count
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,8 @@ def import_bundle(
     except (OSError, tarfile.TarError) as error:
         raise CacheError(f"cache import: {path} cannot be read as a bundle: {error}.") from error
     present = len(members) - written
-    logger.info("cache: imported %d entries from %s, %d were there", written, path, present)
+    entries = count(written, "entry", "entries")
+    logger.info("cache: imported %s from %s, %d already stored", entries, path, present)
     return ImportInfo(info, written, present)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from pcgsvc.cache.envelope import Kind, MissError
 from pcgsvc.cache.pieces import NoPieceError, Pieces
-from pcgsvc.cache.reports import FactDifference
+from pcgsvc.cache.reports import ABSENT, FactDifference, ProgramInfo, differing_facts
 from pcgsvc.cache.store import Store
 from pcgsvc.cache.toolchain import BoundaryKernels
 from pcgsvc.compilers.folder import CompilerFolder
@@ -143,6 +143,37 @@ class Artifacts:
             self.watch_kernels()
             return image, pieces
         raise NoProgramError("; ".join(dict.fromkeys(reasons)) or "no program in the entry")
+
+    def load_all(self, info: ProgramInfo) -> str | None:
+        """Load every program under one key as a start does, but for what a module must have.
+
+        Args:
+            info: of the entry, which was stored with this build's compiler settings.
+
+        Returns:
+            Why this machine or process has no use for it; None: all is loaded.
+
+        Raises:
+            NoProgramError: it is meant for this machine, and cannot be loaded.
+        """
+        differences = differing_facts(info.facts, self.environment)
+        differing = [d.name for d in differences if d.wanted != ABSENT]
+        if differing:
+            return f"made where {', '.join(differing[:4])} differ"
+        manifest = _read_manifest(self._store.read(Kind.PROGRAM, info.key).payload)
+        if not manifest.variants:
+            raise NoProgramError("its entry is malformed")
+        try:
+            for data in manifest.variants:
+                image = from_json(data)
+                missing = [name for name in image.modules if name not in sys.modules]
+                if missing:
+                    return f"its operators come from modules that are not imported: {missing}"
+                image.tree()
+                self._pieces.load(image, set(manifest.companion_keys))
+        except (CompileError, NoPieceError) as error:
+            raise NoProgramError(str(error)) from error
+        return None
 
     def _nearest(self, facts: Mapping[str, Any]) -> str:
         """Return the names of what differs from the nearest stored program, once per build."""

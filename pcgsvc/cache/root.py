@@ -123,6 +123,15 @@ def check_place(cache: CacheConfig, *, needed: bool) -> None:
         raise CacheError("cache.mode: got 'off' with job=cache; there is no cache to look at.")
 
 
+def why_not_writable(cache: CacheConfig) -> str:
+    """Return why nothing can be stored in the root of a config, without making it; else ""."""
+    data = find_root(cache.dir)[0] / DATA_NAME
+    if network := network_file_system(data):
+        return f"{data} is on a network file system ({network}), where locks are unreliable"
+    place = _nearest_existing(data)
+    return "" if _access(place, os.W_OK | os.X_OK) else f"{place} is not writable"
+
+
 def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:
     """Check a root's data folder, and make it if it is to be written.
 

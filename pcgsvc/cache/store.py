@@ -79,6 +79,7 @@ class Store:
         self._renewed: set[tuple[Kind, str]] = set()
         self._owners: set[tuple[int, str]] = set()
         self._logged: set[str] = set()
+        self._failure = ""
         self._mutex = threading.Lock()
         self._closed = False
         if wanted and not self.writable:
@@ -121,6 +122,10 @@ class Store:
             return ""
         reason = self.folder.reason if self.folder is not None else ""
         return reason or f"cache.mode={self.mode.value}"
+
+    def why_not_stored(self) -> str:
+        """Return why the last entry was not stored, as far as it was not written."""
+        return self.why_not_writable() or self._failure
 
     # ---- single entries --------------------------------------------------------------------------
 
@@ -186,6 +191,7 @@ class Store:
         except (WriteError, MissError) as error:
             # A program without its pieces only follows from a failed write, which was logged.
             topic = f"not stored: {error}" if isinstance(error, WriteError) else "not stored"
+            self._failure = str(error)
             self._warn_once(f"not stored, going on without: {error}", topic, "not stored")
             return False
         finally:

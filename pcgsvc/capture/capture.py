@@ -22,7 +22,7 @@ from pcgsvc.capture.recorded import RecordedEngine
 from pcgsvc.capture.session import Engine, Entry, Session
 from pcgsvc.config import Config, Mode
 from pcgsvc.errors import CaptureError, PcgError
-from pcgsvc.events import Phases, log_event
+from pcgsvc.events import Phases, count, log_event
 from pcgsvc.forward.samples import Samples
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import ForwardContext, use_context
@@ -318,11 +318,13 @@ def _log_entry(key: EntryKey, entry: Entry) -> None:
         "uniform": key[1].uniform,
         "graphs": entry.num_graphs,
     }
-    words = "captured %s: %d graphs"
-    log_event(logger, logging.DEBUG, "capture", words, _words(key), entry.num_graphs, **fields)
+    words = "captured %s: %s"
+    graphs = count(entry.num_graphs, "graph")
+    log_event(logger, logging.DEBUG, "capture", words, _words(key), graphs, **fields)
 
 
 def _details(table: GraphTable, engine: Engine) -> Iterable[str]:
     yield f"{table.warmup_seconds:.3f} s of them warm-up"
-    yield f"{len(table.entries)} entries, {table.num_graphs} graphs ({engine.name})"
+    entries = count(len(table.entries), "entry", "entries")
+    yield f"{entries}, {count(table.num_graphs, 'graph')} ({engine.name})"
     yield f"{table.pool_bytes / 2**20:.1f} MiB pool"

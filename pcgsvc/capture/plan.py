@@ -51,6 +51,8 @@ class CapturePlan:
     """Entries that the graph is not valid for, with the reason."""
     warnings: list[str] = field(default_factory=list)
     """What was asked for and is not done."""
+    notes: list[str] = field(default_factory=list)
+    """What the default mode becomes here; under `strict=true` it is a warning."""
 
 
 def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
@@ -59,17 +61,19 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
     sizes = config.capture.final_sizes
     resolution, support = resolve_boundaries(config, image, attention_of(request))
     query_len = config.capture.uniform_query_len
+    by_default = config.mode is Config().mode and not config.strict
     plan = CapturePlan(
         config=config,
         resolution=resolution,
         support=support,
         sizes=sizes,
         warnings=[
-            *resolution.reasons,
+            *(() if by_default else resolution.reasons),
             *request.warnings,
             *no_uniform_size(resolution, sizes, query_len),
             *(f"runs uncompiled: {found}" for found in image.uncompiled.values()),
         ],
+        notes=[*resolution.reasons] if by_default else [],
     )
     if config.capture.graphs is Graphs.OFF:
         return plan

@@ -8,9 +8,10 @@ back-to-back run. Knows nothing of how entries were captured.
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +25,13 @@ from pcgsvc.ops.context import use_context
 from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.model import CompiledModel
 
+logger = logging.getLogger(__name__)
+
 _MAX_SECONDS = 0.2
 """A figure is taken of fewer repeats than asked for once it has taken this long (3 at least)."""
-_RUNS = 3
+_WARMUPS = 4
+"""Calls before `reduce-overhead` is timed: it compiles, warms up, records, and replays."""
+_RUNS = 5
 """Runs that the back-to-back repeats are divided into, for their spread."""
 
 
@@ -36,7 +41,7 @@ class Times(NamedTuple):
     host: float
     """Until everything is enqueued; median."""
     step: float
-    """Of runs back to back; mean."""
+    """Of runs back to back; their median."""
     low: float
     """Of the fastest such run."""
     high: float
@@ -50,6 +55,7 @@ def time_entries(
     samples: Samples,
     config: Config,
     *,
+    rival: ReduceOverhead | None = None,
     on_entry: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Time every captured entry and the module on the same inputs.
@@ -63,12 +69,13 @@ def time_entries(
         table: the captured entries.
         samples: source of valid inputs and batches.
         config: `bench.repeats` timed calls are taken of each entry.
+        rival: is timed beside them; None: nothing is.
         on_entry: called after each entry.
 
     Returns:
         Per entry: host_us (enqueue), step_us with step_low_us and step_high_us (its fastest and
-        slowest run), plain_us (the module), region_us and boundary_us (only such steps of it), and
-        a verdict on what bounds it.
+        slowest run), plain_us (the module), region_us and boundary_us (only such steps of it), a
+        verdict on what bounds it, and with a rival its reduce_overhead_us, unless it failed.
     """
     rows = []
     limit_s = float("inf") if uses_group(config) else _MAX_SECONDS
@@ -84,9 +91,48 @@ def time_entries(
                     plain = functools.partial(model.run_module, memory.views(size))
                     sync = _synchronise if memory.stream is not None else _nothing
                     row = _time_entry(entry, plain, sync, config.bench.repeats, limit_s)
+                    if rival is not None:
+                        once = functools.partial(rival.call, memory.views(size))
+                        if (step_us := rival.time(once, sync, config.bench.repeats)) is not None:
+                            row["reduce_overhead_us"] = step_us
             rows.append({"mode": mode.value, "size": size, **row})
             on_entry()
     return rows
+
+
+class ReduceOverhead:
+    """A model's module under `torch.compile(mode="reduce-overhead")`: CUDA graphs of torch's own.
+
+    Args:
+        model: whose module is compiled, at the first call.
+    """
+
+    def __init__(self, model: CompiledModel) -> None:
+        self._constants = model.arguments.constants
+        self._compiled = torch.compile(model.module, mode="reduce-overhead", dynamic=True)
+        self._works = True
+
+    def call(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Call it; what it returns is overwritten by the next call."""
+        torch.compiler.cudagraph_mark_step_begin()
+        self._compiled(**inputs, **self._constants)
+
+    def time(
+        self, once: Callable[[], None], sync: Callable[[], None], repeats: int
+    ) -> float | None:
+        """Return microseconds of a call; None, with a warning, once it has failed."""
+        if not self._works:
+            return None
+        try:
+            for _ in range(_WARMUPS):
+                once()
+            return time_calls([once], sync, repeats).step
+        except Exception as error:  # noqa: BLE001 - a comparison must not fail the job
+            self._works = False
+            first = (str(error).strip().splitlines() or [""])[0]
+            words = "bench: reduce-overhead is not timed, since it failed: %s: %s"
+            logger.warning(words, type(error).__name__, first)
+            return None
 
 
 def _time_entry(
@@ -137,7 +183,8 @@ def time_calls(
     counts = [len(hosts[at::_RUNS]) for at in range(min(_RUNS, len(hosts)))]
     runs = [_run_us(calls, sync, count) for count in counts]
     each = [run / count for run, count in zip(runs, counts, strict=True)]
-    return Times(1e6 * statistics.median(hosts), sum(runs) / len(hosts), min(each), max(each))
+    host = 1e6 * statistics.median(hosts)
+    return Times(host, statistics.median(each), min(each), max(each))
 
 
 def _run_us(calls: Sequence[Callable[[], Any]], sync: Callable[[], None], times: int) -> float:

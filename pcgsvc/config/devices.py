@@ -26,8 +26,8 @@ _DTYPES = {
 def device_of(config: Config) -> torch.device:
     """Return the device that `config.device` means; ConfigError if there is none.
 
-    A plan needs no device: `device=cuda` with `job=plan` is accepted on any machine. So it is with
-    `job=doctor`, which tells of it.
+    What runs no model needs no device: `device=cuda` with `job=plan` or `job=sizes` is accepted on
+    any machine. So it is with `job=doctor`, which tells of it.
     """
     word = config.device
     if word == "auto":
@@ -39,7 +39,7 @@ def device_of(config: Config) -> torch.device:
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise ConfigError(f"device: got {config.device!r}. Choices: auto, cpu, cuda, cuda:N.")
     if device.type == "cuda":
-        if config.job in (Job.PLAN, Job.DOCTOR) and not is_here(device):
+        if config.job in (Job.PLAN, Job.SIZES, Job.DOCTOR) and not is_here(device):
             return torch.device("cuda", device.index or 0)
         if not torch.cuda.is_available():
             raise ConfigError(

@@ -11,6 +11,9 @@ from pcgsvc.config.limits import validate_sizes
 from pcgsvc.config.parse import copy
 from pcgsvc.config.schema import CaptureConfig, Config
 
+_PROMPT_SIZE = 16
+"""Largest capture size, in tokens, where a job only continues a prompt."""
+
 
 def schedule(max_size: int) -> list[int]:
     """Return the default capture sizes up to `max_size` tokens, which is always one of them.
@@ -46,7 +49,11 @@ def resolve(config: Config, *, device_type: str) -> Config:
         out.compiler.passes = ["residual_add"]
     if out.dtype is None and out.model.name != "module":
         out.dtype = "bfloat16" if cuda else "float32"
-    _resolve_sizes(out.capture, 512 if cuda else 64)
+    _resolve_sizes(out.capture, 512 if cuda else 64, few=out.prompt is not None)
+    if out.bench.enabled is None:
+        out.bench.enabled = out.prompt is None
+    if out.bench.reduce_overhead is None:
+        out.bench.reduce_overhead = cuda
     if out.capture.graphs is Graphs.AUTO:
         out.capture.graphs = Graphs.CUDA if cuda else Graphs.RECORDED
     if out.attention.max_model_len is None:
@@ -59,11 +66,14 @@ def captures(config: Config) -> bool:
     return config.mode is not Mode.NONE and config.capture.graphs is not Graphs.OFF
 
 
-def _resolve_sizes(capture: CaptureConfig, default_max: int) -> None:
+def _resolve_sizes(capture: CaptureConfig, default_max: int, *, few: bool) -> None:
     named = _named(capture)
     if capture.max_size is None:
         capture.max_size = max([default_max, *named])
-    sizes = schedule(capture.max_size) if capture.sizes is None else named
+    sizes = named
+    if capture.sizes is None:  # one prompt: a step of many tokens, then one token each
+        most = capture.max_size
+        sizes = sorted({1, min(most, _PROMPT_SIZE)}) if few else schedule(most)
     validate_sizes(sizes, capture.max_size)
     capture.sizes = sorted(s for s in sizes if s <= capture.max_size)
 

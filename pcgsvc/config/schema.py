@@ -195,7 +195,7 @@ class CaptureConfig:
     sizes: SizesOrFile | None = None
     """Capture sizes in tokens: a list, `"1,2,4"`, `"1:64:8"` (1, then every multiple of 8 up to
     64), or `auto:FILE`: the best for a traffic file (see `traffic` and `sizing.*`); None: a
-    schedule that ends in `max_size`. Positive, without repetition."""
+    schedule that ends in `max_size`, with a `prompt` 1 and 16. Positive, without repetition."""
     max_size: int | None = None
     """Largest capture size in tokens; None: 64 on the CPU, 512 on CUDA, and no limit for sizes that
     were named or chosen. Larger sizes are dropped with a warning."""
@@ -236,12 +236,16 @@ class CacheConfig:
     """How long to wait for another process that builds the same, in seconds; at least 0."""
     require_warm: bool = False
     """A miss is an error that names the facts that differ, instead of a build."""
+    prove: bool = True
+    """With `job=compile`: a fresh process loads what was stored, or the job fails."""
     action: CacheAction = CacheAction.LS
     """With `job=cache`: `ls`, `explain`, `check`, `clear`, `export` or `import`."""
     file: str | None = None
     """With `cache.action=export` or `import`: path of the bundle."""
     import_sha256: str | None = None
     """With `cache.action=import`: the sha256 that the bundle must have; None: not compared."""
+    yes: bool = False
+    """With `cache.action=clear` on a terminal: delete without asking."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -264,8 +268,11 @@ class DebugConfig:
 class BenchConfig:
     """How `job=run` times what it built."""
 
-    enabled: bool = True
-    """Whether `job=run` times the captured entries."""
+    enabled: bool | None = None
+    """Whether `job=run` times the captured entries; None: unless there is a `prompt`."""
+    reduce_overhead: bool | None = None
+    """Whether torch.compile's mode `reduce-overhead` is timed beside them, where any batch may be
+    captured whole; it is compiled for that. None: on CUDA."""
     repeats: Count = 20
     """Timed calls per entry; the median is reported. At least 1."""
 

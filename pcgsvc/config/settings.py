@@ -132,9 +132,57 @@ Exit codes: 0 done, 1 the job failed (verification too), 2 bad configuration.
 Hydra reads the command line; its own options: pcgsvc --hydra-help
 """
 
+_SHORT_HELP = """\
+pcgsvc: piecewise CUDA graphs for PyTorch.
+
+  pcgsvc model=llama                            build, verify, time, report
+  pcgsvc model=smollm2 prompt='Name a colour.'  answer a prompt
+  pcgsvc model=module model.target=FILE.py:Net  a model of your own
+  pcgsvc -m capture.sizes='[1,2],[1,2,4,8]'     one job per value, one table
+  pcgsvc --config-dir DIR model=mine            with your DIR/model/mine.yaml
+
+What to do (job=...):
+
+  run       build, verify, time and report; what is done without job=
+  plan      show where it would be split, and the memory, building nothing
+  doctor    find what would not work on this machine or with this model
+  verify    compare every mode and strategy with plain execution
+  compile   fill the disk cache and prove that a fresh process loads it
+  cache     cache.action=ls, explain, check, clear, export or import
+  sizes     choose capture sizes for traffic=FILE
+  compare   one table of compare.reports='[DIR]'
+  config    show what set each value (config.explain=capture)
+
+Groups (YAML files that pick values):
+
+{groups}
+
+Settings most used (all, with defaults: pcgsvc --help-all):
+
+  mode=full_and_piecewise | piecewise | full | full_decode_only | none
+  partition.strategy=fx | inductor | breakable
+  capture.sizes='[1,2,4]' or '"1:64:8"'    rows that graphs are captured for
+  device=auto | cpu | cuda    dtype=bfloat16    model.weights=FILE
+  cache.dir=DIR    cache.mode=readwrite | read | off | refresh
+  strict=true    what is not done as asked is an error
+  report=FILE    bench.enabled=false    hydra.verbose='[pcgsvc]'
+
+Exit codes: 0 done, 1 the job failed (verification too), 2 bad configuration.
+Hydra reads the command line; its own options: pcgsvc --hydra-help
+"""
+
+
+def short_help(groups: dict[str, list[str]]) -> str:
+    """Return what `-h` prints: what one starts with, at most 45 lines of 80 columns."""
+    lines = [f"{name}={' | '.join(options)}" for name, options in groups.items()]
+    wrapped = (
+        textwrap.fill(line, 80, initial_indent="  ", subsequent_indent=" " * 6) for line in lines
+    )
+    return _SHORT_HELP.format(groups="\n".join(wrapped))
+
 
 def help_text(groups: dict[str, list[str]], width: int) -> str:
-    """Return what `--help` prints, at most `width` columns wide."""
+    """Return what `--help-all` prints, at most `width` columns wide."""
     blocks = []
     for setting in walk():
         text = setting.doc

@@ -73,6 +73,10 @@ class ModelBundle:
     embedding: EmbeddingSpec | None = None
     """Set for encoders: takes (input_ids [T], positions [T], token_types [T]) and returns hidden
     rows [T, E]."""
+    stored_dtype: str | None = None
+    """What the checkpoint's weights are stored in, as it says; None: it does not, or is none."""
+    plan_notes: list[str] = field(default_factory=list)
+    """In which a plan of it differs from a run."""
     samples_from: str | None = None
     """Set for a user's own module, whose forward is run plainly before it is traced: where
     `make_inputs` has its inputs from, in a sentence for messages."""

@@ -30,8 +30,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pcgsvc.config import Job
 from pcgsvc.config.compose import CONFIG_MODULE, Command, compose_command, register_schema, words_of
-from pcgsvc.config.settings import help_text
+from pcgsvc.config.settings import help_text, short_help
 from pcgsvc.errors import ConfigError
+from pcgsvc.jobs.ranked import RankedStream, rank_among_many
 from pcgsvc.jobs.sweep.outcome import BAD_CONFIG, FAILED, INTERRUPTED, OK
 from pcgsvc.version import __version__
 
@@ -41,6 +42,8 @@ def entry() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal must not end a job
+    if (rank := rank_among_many()) is not None:
+        sys.stdout, sys.stderr = RankedStream(sys.stdout, rank), RankedStream(sys.stderr, rank)
     logging.raiseExceptions = False  # no traceback per log line when the reader (`| head`) is gone
     # `model.target` may name modules of the folder that the command was started in. `python -m` has
     # it on the path already; else last, so that no file in it replaces an installed package.
@@ -54,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         words = _parse(argv)
         if words.help:
+            _print(short_help(_groups()))
+            return OK
+        if words.help_all:
             _print(help_text(_groups(), min(shutil.get_terminal_size().columns, 100)))
             return OK
         if words.version:
@@ -99,13 +105,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line with Hydra's parser; Hydra reads it again."""
     parser = argparse.ArgumentParser(
         prog="pcgsvc",
-        usage="pcgsvc [-m] [--config-dir DIR] [setting=value ...] (pcgsvc --help lists all)",
+        usage="pcgsvc [-m] [--config-dir DIR] [setting=value ...] (pcgsvc -h tells more)",
         parents=[get_args_parser()],
         add_help=False,
         allow_abbrev=False,
         conflict_handler="resolve",
     )
     parser.add_argument("--version", action="store_true")  # ours, in place of Hydra's
+    parser.add_argument("--help-all", action="store_true")
     parser.set_defaults(config_name="config")
     return parser.parse_intermixed_args(list(argv))
 

@@ -7,25 +7,32 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 
 from pcgsvc.cache.bundle import export_bundle, import_bundle
+from pcgsvc.cache.envelope import MissError
 from pcgsvc.cache.programs import Artifacts, NoProgramError, explain
-from pcgsvc.cache.reports import ABSENT
+from pcgsvc.cache.reports import ProgramInfo, flatten
 from pcgsvc.cache.store import Store
 from pcgsvc.compilers.folder import CompilerFolder
-from pcgsvc.config import CacheAction, Config
+from pcgsvc.config import CacheAction, CacheMode, Config, from_dict, resolve
+from pcgsvc.config.devices import is_here
+from pcgsvc.config.settings import word_of as settings_word
 from pcgsvc.errors import CacheError
 from pcgsvc.forward.request import Request
 from pcgsvc.jobs.preflight import check_cache_job
 from pcgsvc.models.request import request_of
 from pcgsvc.program.facts import program_facts
 from pcgsvc.program.forms import NotCanonicalError
-from pcgsvc.program.keys import key_of
+from pcgsvc.program.keys import config_facts, key_of
+from pcgsvc.report import words
 
 
 def cache_job(config: Config, out: Console) -> None:
@@ -45,26 +52,53 @@ def cache_job(config: Config, out: Console) -> None:
     }
     check_cache_job(config)
     cache = config.cache
-    with Store.open(cache.dir, mode=cache.mode, max_bytes=cache.max_bytes) as store:
+    mode = CacheMode.READ if cache.action in (CacheAction.LS, CacheAction.CHECK) else cache.mode
+    with Store.open(cache.dir, mode=mode, max_bytes=cache.max_bytes) as store:
+        if cache.action is CacheAction.CLEAR and not _may_clear(config, store, out):
+            out.print("nothing was deleted")
+            return
         for line in actions[cache.action](config, store):
             out.print(escape(line), highlight=False, soft_wrap=True)
 
 
+def _may_clear(config: Config, store: Store, out: Console) -> bool:
+    """Ask, where somebody is there to answer."""
+    if config.cache.yes or not (out.is_terminal and sys.stdin.isatty()):
+        return True
+    programs = words.count(len(store.ls()), "program")
+    size = words.memory(store.num_bytes())
+    question = f"Delete {programs} ({size}) in {_place(store)}? [y/N] "
+    return out.input(escape(question)).strip().lower() in ("y", "yes")
+
+
+def _place(store: Store) -> str:
+    return "-" if store.folder is None else str(store.folder.data)
+
+
 def _ls(config: Config, store: Store) -> Iterator[str]:
-    programs = store.ls()
-    where = store.folder.data if store.folder is not None else "-"
-    yield f"{where}: {len(programs)} programs, {store.num_bytes() / 2**20:.1f} MiB in all"
+    programs, unset = store.ls(), flatten(config_facts(Config()))
+    count, size = words.count(len(programs), "program"), words.memory(store.num_bytes())
+    yield f"{_place(store)}: {count}, {size} in all"
     for program in programs:
-        used = datetime.datetime.fromtimestamp(program.last_use).isoformat(" ", "seconds")
-        words = ", ".join(
-            f"{k}={v}"
-            for k, v in program.summary.items()
-            if not k.endswith(("digest", "inductor.config")) and v != ABSENT
-        )
+        facts = flatten(program.facts)
+        made, used = map(_date, (program.created, program.last_use))
+        device = facts.get("gpu", facts.get("device"))
+        pieces = words.count(program.num_pieces, "piece")
+        yield f"  {program.key[:12]}  {facts.get('module')} ({facts.get('tensors')}) on {device}"
         yield (
-            f"  {program.key[:12]}  {program.num_bytes / 2**20:7.2f} MiB  {program.num_pieces} "
-            f"pieces  used {used}  {words}"
+            f"      made {made}, last used {used}, {words.memory(program.num_bytes)} in {pieces}, "
+            f"torch {facts.get('torch')}"
         )
+        settings = [
+            f"{name.removeprefix('config.')}={settings_word(value)}"
+            for name, value in facts.items()
+            if name.startswith("config.") and value != unset.get(name)
+        ]
+        yield f"      {' '.join(settings)}"
+
+
+def _date(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
 
 
 def _explain(config: Config, store: Store) -> Iterator[str]:
@@ -94,41 +128,77 @@ def _hit_or_miss(request: Request, store: Store, folder: CompilerFolder) -> str:
         artifacts.load(facts, module, constants)
     except NoProgramError as error:
         return f"miss: program {key}: {error}. {explain(store, facts)}"
-    return f"hit: program {key}, {artifacts.counts.loaded} pieces"
+    return f"hit: program {key}, {words.count(artifacts.counts.loaded, 'piece')}"
 
 
 def _check(config: Config, store: Store) -> Iterator[str]:
     found = store.check()
     yield (
-        f"{found.num_programs} programs and {found.num_pieces} pieces are sound "
-        f"({found.num_bytes / 2**20:.1f} MiB); {len(found.orphans)} pieces that no program lists, "
-        f"{len(found.strays)} stray files, {len(found.quarantined)} in quarantine"
+        f"{words.count(found.num_programs, 'program')} and "
+        f"{words.count(found.num_pieces, 'piece')} sound ({words.memory(found.num_bytes)}); "
+        f"{words.count(len(found.orphans), 'piece')} without a program, "
+        f"{words.count(len(found.strays), 'stray file')}, {len(found.quarantined)} in quarantine"
     )
-    for problem in found.problems:
+    damaged = [f"{problem.what}: {problem.cause}" for problem in found.problems]
+    for program in store.ls():
+        name = f"program {program.key[:12]}"
+        try:
+            elsewhere = _load_all(program, store)
+        except (NoProgramError, MissError) as error:
+            damaged.append(f"{name} cannot be loaded: {error}")
+        else:
+            yield f"  {name}: {'loaded' if elsewhere is None else f'not loaded: {elsewhere}'}"
+    for problem in damaged:
         yield f"  damaged: {problem}"
-    if not found.ok:
+    if damaged:
         raise CacheError(
-            f"cache check: {len(found.problems)} entries are damaged; each is a miss, and is "
-            "rebuilt when it is next asked for."
+            f"cache check: {words.count(len(damaged), 'entry', 'entries')} damaged; each is a "
+            "miss, and is rebuilt when it is next asked for."
         )
 
 
+def _load_all(program: ProgramInfo, store: Store) -> str | None:
+    """Load a program with the compiler settings that it was stored with; see `load_all`."""
+    facts = flatten(program.facts)
+    device = torch.device(facts["device"])
+    if "device.index" in facts:
+        device = torch.device(facts["device"], facts["device.index"])
+    if not is_here(device):
+        return f"it is for {facts.get('gpu', device)}, which this machine lacks"
+    config = _stored_settings(facts, device)
+    threads = config.compiler.threads
+    with contextlib.closing(CompilerFolder()) as folder, folder.in_use(threads):
+        return Artifacts(config, device, store, folder).load_all(program)
+
+
+def _stored_settings(facts: Mapping[str, Any], device: torch.device) -> Config:
+    """Return a config that compiles as the one did that a program was stored with."""
+    own: dict[str, Any] = {"options": {}}
+    for name, value in facts.items():
+        if name.startswith("config.compiler.options."):
+            own["options"][name.removeprefix("config.compiler.options.")] = value
+        elif name.startswith("config.compiler.") and name != "config.compiler.options":
+            own[name.removeprefix("config.compiler.")] = value
+    return resolve(from_dict({"compiler": own}), device_type=device.type)
+
+
 def _clear(config: Config, store: Store) -> Iterator[str]:
-    yield f"cleared {store.clear() / 2**20:.1f} MiB"
+    yield f"cleared {_place(store)}: {words.memory(store.clear())}"
 
 
 def _export(config: Config, store: Store) -> Iterator[str]:
     info = export_bundle(store, _file(config))
     yield (
-        f"{info.path}: {info.num_programs} programs, {info.num_pieces} pieces, "
-        f"{info.num_bytes / 2**20:.1f} MiB"
+        f"{info.path}: {words.count(info.num_programs, 'program')}, "
+        f"{words.count(info.num_pieces, 'piece')}, {words.memory(info.num_bytes)}"
     )
     yield f"sha256 {info.sha256}"
 
 
 def _import(config: Config, store: Store) -> Iterator[str]:
     info = import_bundle(store, _file(config), expected_sha256=config.cache.import_sha256)
-    yield f"{info.num_written} entries written, {info.num_present} were already stored"
+    written = words.count(info.num_written, "entry", "entries")
+    yield f"{written} written, {info.num_present} already stored"
 
 
 def _file(config: Config) -> Path:

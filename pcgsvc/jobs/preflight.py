@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pcgsvc.cache.root import check_place
-from pcgsvc.config import CacheAction, Config, Job
+from pcgsvc.cache.root import check_place, why_not_writable
+from pcgsvc.config import CacheAction, CacheMode, Config, Job, Strategy
 from pcgsvc.config.compose import Command
 from pcgsvc.config.devices import dtype_of, is_here
 from pcgsvc.errors import CacheError, ConfigError, near
@@ -162,6 +162,28 @@ def _check_outputs(config: Config) -> None:
             raise ConfigError(str(error)) from error
     if config.job is Job.CACHE:
         check_cache_job(config)
+    elif config.job is Job.COMPILE:
+        _check_compile(config)
+
+
+def _check_compile(config: Config) -> None:
+    """Refuse `job=compile` where nothing could be stored, or loaded again."""
+    cache = config.cache
+    if cache.mode is CacheMode.OFF:
+        raise ConfigError(
+            "cache.mode: got 'off' with job=compile, which fills the cache; use readwrite, or "
+            "job=run to build without a cache."
+        )
+    if config.partition.strategy is Strategy.BREAKABLE:
+        raise ConfigError(
+            "partition.strategy: got 'breakable' with job=compile; its forward is run anew at each "
+            "start, so there is nothing to store. Use fx or inductor, or job=run."
+        )
+    if cache.mode is CacheMode.REFRESH and (reason := why_not_writable(cache)):
+        raise ConfigError(
+            f"cache.mode: got 'refresh' with job=compile, but {reason}; set cache.dir to a folder "
+            "that can be written."
+        )
 
 
 def check_cache_job(config: Config) -> None:

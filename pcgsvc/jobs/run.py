@@ -15,23 +15,25 @@ from typing import Any
 
 from rich.console import Console
 
-from pcgsvc.check.timing import time_entries
+from pcgsvc.capture.plan import plan_capture
+from pcgsvc.check.timing import ReduceOverhead, time_entries
 from pcgsvc.config import Config, Job
 from pcgsvc.config.devices import device_of
-from pcgsvc.errors import ConfigError, PcgError, UncoveredError, VerifyError
+from pcgsvc.errors import CacheError, ConfigError, PcgError, UncoveredError, VerifyError
 from pcgsvc.events import Phases, Progress, phase_events
 from pcgsvc.forward.request import make_samples
 from pcgsvc.forward.sampling import Sampling
 from pcgsvc.jobs.cache import cache_job
+from pcgsvc.jobs.compile import compile_and_prove, problem_of
 from pcgsvc.jobs.doctor import FAIL, examine
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.plan.section import plan_report
 from pcgsvc.jobs.sizes.recommend import sizes_job
 from pcgsvc.jobs.sizes.replay import replay
 from pcgsvc.jobs.verify import verify_all
-from pcgsvc.models.request import request_of
 from pcgsvc.ops.expert_group import rank_of_process, uses_group
-from pcgsvc.pipeline import build_from_config, compile_only
+from pcgsvc.ops.support import Support
+from pcgsvc.pipeline import build_from_config
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plan_files import draw_plan, picture_problem
@@ -114,9 +116,12 @@ def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
 def _compile(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     started = time.perf_counter()
     with progress_for(out) as progress, _refusal_reported(progress, report_path, out):
-        report = compile_only(request_of(config, progress), progress)
+        report = compile_and_prove(config, progress)
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
-    return _finish(report, report_path, out)
+    _finish(report, report_path, out)
+    if (problem := problem_of(report)) is not None:
+        raise CacheError(f"job=compile: {problem}")
+    return report
 
 
 def _verify(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
@@ -157,7 +162,7 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
         with _refusal_reported(progress, report_path, out, bench=[]):
             runner = life.enter_context(build_from_config(config, progress, check=True))
         report = runner.report
-        report["bench"] = _timed(runner, config, progress) if config.bench.enabled else []
+        report["bench"] = _timed(runner, progress) if runner.request.config.bench.enabled else []
         if config.traffic is not None:
             with phase_events(logger, "traffic", 0):
                 report["traffic"] = replay(runner, config, progress)
@@ -177,13 +182,18 @@ def _run(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     return report
 
 
-def _timed(runner: Runner, config: Config, progress: Progress) -> list[dict[str, Any]]:
+def _timed(runner: Runner, progress: Progress) -> list[dict[str, Any]]:
     """Time every entry."""
+    config = runner.request.config
     samples = make_samples(runner.request, runner.memory, seed=config.seed + 2)
     model, memory, table = runner.model, runner.memory, runner.table
+    whole = plan_capture(runner.request, model.image).support is Support.ALWAYS
+    rival = None
+    if config.bench.reduce_overhead and whole and not uses_group(config):
+        rival = ReduceOverhead(model)
     with runner.lock, Phases(progress).phase("bench", len(table.entries)):
         return time_entries(
-            model, memory, table, samples, runner.request.config, on_entry=progress.advance
+            model, memory, table, samples, config, rival=rival, on_entry=progress.advance
         )
 
 

@@ -179,7 +179,9 @@ def _load(
     module = Llama(checkpoint.dims, device=device, dtype=dtype)
     if not torch_private.shapes_only():
         load_weights(module, checkpoint)
-    return _bundle(module, tokenizer)
+    bundle = _bundle(module, tokenizer)
+    bundle.stored_dtype = checkpoint.stored_dtype
+    return bundle
 
 
 def _bundle(module: Llama, tokenizer: Tokenizer | None) -> ModelBundle:

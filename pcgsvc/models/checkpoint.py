@@ -40,6 +40,7 @@ class WeightSource(Protocol):
     dims: LlamaDims
     shapes: dict[str, Shape]
     metadata: dict[str, Any]
+    stored_dtype: str | None
 
     def own_name(self, name: str) -> str:
         """Return what the file calls, or would call, a tensor."""
@@ -55,6 +56,8 @@ class LlamaCheckpoint(Checkpoint):
     dims: LlamaDims
     metadata: Mapping[str, Any]
     """GGUF metadata; empty for safetensors."""
+    stored_dtype: str | None
+    """What the weights are stored in, where the checkpoint says that of all of them."""
 
 
 def open_checkpoint(weights: str | Path) -> LlamaCheckpoint:
@@ -88,6 +91,7 @@ def open_checkpoint(weights: str | Path) -> LlamaCheckpoint:
         parts=_parts(source.dims),
         read=source.read,
         metadata=source.metadata,
+        stored_dtype=source.stored_dtype,
     )
 
 

@@ -46,6 +46,7 @@ class GgufLlama:
 
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
+        self.stored_dtype: str | None = None  # each tensor has a quantisation of its own
         self.metadata = self._file.metadata
         """The file's metadata, tokenizer included."""
         architecture = self.metadata.get("general.architecture")

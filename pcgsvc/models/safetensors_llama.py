@@ -50,6 +50,9 @@ class SafetensorsLlama:
         folder = path if path.is_dir() else path.parent
         self.dims = _dims(folder / "config.json")
         """What config.json says."""
+        stated = read_json(folder / "config.json")
+        self.stored_dtype: str | None = stated.get("dtype") or stated.get("torch_dtype")
+        """What config.json says of the weights."""
         self._handles: dict[str, Any] = {}
         self.shapes: dict[str, Shape] = {}
         """Shape of each weight tensor."""

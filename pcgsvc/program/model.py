@@ -45,6 +45,8 @@ class CompiledModel:
     """Captured tensors that are no parameter or buffer, by binding name."""
     facts: Mapping[str, Any] | None = None
     """What it is stored under; None: it is not stored."""
+    unstored: list[str] = field(default_factory=list)
+    """Why it is not stored; empty: it is."""
     misses: list[str] = field(default_factory=list)
     """Why it was not loaded, or cannot be stored."""
     warnings: list[str] = field(default_factory=list)

@@ -103,6 +103,7 @@ def shown_figures(job: Job, size: int | None) -> dict[str, Any]:
         for step in [step for step in steps if step.size == size] if size else steps[-1:]:
             figures |= {f"{name}.{kind}": time for name, time in _times(step).items()}
     figures["timed"] = any(step.step_us is not None for step in job.cost.facts.steps)
+    figures["on_device"] = figures["timed"] and not job.cost.facts.recorded
     return figures
 
 
@@ -128,6 +129,11 @@ def _timed(row: Figures) -> bool:
     return bool(row["timed"])
 
 
+def _on_device(row: Figures) -> bool:
+    """Whether it has a host time, as recorded graphs have not."""
+    return bool(row["on_device"])
+
+
 _START = "start: until the runner is ready"
 _SERVED = (
     "served: by a graph, pad: rows of padding, batches of 1 to {limit} tokens counting equally"
@@ -136,9 +142,10 @@ _PER_STEP = (
     "µs: per step at {at}; decode: uniform batches; host: until it is enqueued; x plain: times "
     "faster than the module"
 )
+_SPLIT_FIGURES = ("partition.num_regions", "partition.num_boundaries")
 COLUMNS = (
     Column("mode", ("mode.resolved",), str, 4, when=_unasked),
-    Column("reg/bound", ("partition.num_regions", "partition.num_boundaries"), written("{}/{}"), 2),
+    Column("split", _SPLIT_FIGURES, written("{}/{}"), 2, "split: regions/boundaries"),
     Column("kernels", ("compile.num_kernels",), written("{}"), 1),
     Column("graphs", ("graphs.num_graphs",), written("{}"), 8),
     Column("MiB", ("memory_bytes",), mib, 9, "MiB: what the graphs hold"),
@@ -147,7 +154,7 @@ COLUMNS = (
     Column("pad %", ("padding_share.decode", "padding_share.mixed"), _percent, 5, _SERVED),
     Column("decode µs", ("step_us.decode",), _us, 10, _PER_STEP, _timed),
     Column("mixed µs", ("step_us.mixed",), _us, 6, when=_timed),
-    Column("host µs", ("host_us.decode",), _us, 3, when=_timed),
+    Column("host µs", ("host_us.decode",), _us, 3, when=_on_device),
     Column("x plain", ("speedup.decode",), written("{:.2f}"), 7, when=_timed),
 )
 """The columns between the job and its result; in legends `{limit}` stands for the largest batch

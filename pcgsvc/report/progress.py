@@ -1,6 +1,6 @@
-"""Progress bars for long phases, in a terminal only.
+"""Progress of long phases: bars in a terminal, else a line every few seconds.
 
-In: phases and units. Out: bars.
+In: phases and units. Out: bars, or log lines.
 """
 
 from __future__ import annotations
@@ -8,13 +8,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pcgsvc.events import Progress as Listener
-from pcgsvc.events import Silent
+from pcgsvc.events import log_event
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 5.0
+"""Seconds between two lines of a long phase."""
 
 
 class Bars:
@@ -39,11 +47,50 @@ class Bars:
         self._bars.stop_task(self._task)
 
 
+class Lines:
+    """A log line every few seconds of a phase that takes longer, from a thread of its own.
+
+    Args:
+        every_s: seconds between two lines.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._over = threading.Event()
+        self._done = 0
+
+    def start(self, phase: str, total: int) -> None:
+        """See `events.Progress.start`."""
+        self._over, self._done = threading.Event(), 0
+        threading.Thread(target=self._tell, args=(self._over, phase, total), daemon=True).start()
+
+    def _tell(self, over: threading.Event, phase: str, total: int) -> None:
+        started = time.perf_counter()
+        while not over.wait(self._every_s):
+            seconds, done = time.perf_counter() - started, self._done
+            count = f"{done} of {total}, " if total > 1 else ""
+            fields: dict[str, Any] = {"phase": phase, "done": done, "total": total}
+            words = f"{phase}: {count}still running after {seconds:.0f} s"
+            log_event(logger, logging.INFO, "progress", words, seconds=seconds, **fields)
+
+    def advance(self) -> None:
+        """See `events.Progress.advance`."""
+        self._done += 1
+
+    def stop(self) -> None:
+        """See `events.Progress.stop`."""
+        self._over.set()
+
+
 @contextlib.contextmanager
 def progress_for(console: Console) -> Iterator[Listener]:
-    """Yield a listener that draws bars if `console` is a terminal, else one that is silent."""
+    """Yield a listener: bars if `console` is a terminal, else log lines."""
     if not console.is_terminal:
-        yield Silent()
+        lines = Lines(_EVERY_S)
+        try:
+            yield lines
+        finally:
+            lines.stop()
         return
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn())
     stdout = sys.stdout

@@ -5,20 +5,21 @@ In: the report's dicts. Out: text on a console.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pcgsvc.report import words
 from pcgsvc.report.columns import Column, Figures, mib, shown, table_of, written
 
 _LABEL = 9
 """Columns of the label before each fact."""
-_ENTRY_WIDTH = 78
-"""Columns of the entry table with all its timings; a narrower terminal gets the first ones."""
 _NO_CACHE = ("encoder", "minilm", "two_regions")
 """Families that use no attention backend."""
 _MANY = 1000
@@ -32,8 +33,9 @@ def console(*, quiet: bool = False) -> Console:
 
 
 def show_report(out: Console, report: dict[str, Any]) -> None:
-    """Print the summary: mode, split, graphs, phases, verification and timings."""
+    """Print the summary: the verdict, what was built, its split, graphs, phases and timings."""
     out.print()
+    _verdict(out, report)
     _headline(out, report)
     _split(out, report["partition"])
     _compile(out, report)
@@ -41,12 +43,10 @@ def show_report(out: Console, report: dict[str, Any]) -> None:
         _plan(out, report["plan"])
     if "graphs" in report:
         _graphs(out, report["graphs"])
-    _seconds(out, report["compile"]["seconds"])
-    if "verify" in report:
-        _verdict(out, report)
+    _seconds(out, report)
     if report.get("verify"):
         out.print()
-        out.print(_entries(report, out.width))
+        _show_entries(out, report)
     if report.get("warnings"):
         out.print()
     for warning in report.get("warnings", []):
@@ -105,8 +105,10 @@ def _headline(out: Console, report: dict[str, Any]) -> None:
     show_fact(out, "model", escape(words.model(config["model"])) + cache)
     text = f"[bold]{mode['resolved']}[/]"
     if mode["requested"] != mode["resolved"]:
-        text += f", not {mode['requested']} as asked"
-    show_fact(out, "mode", f"{text}: uniform decode {mode['decode']}, all else {mode['mixed']}")
+        text += f", not {mode['requested']}"
+    lines = [f"{text}: uniform decode {mode['decode']}, all else {mode['mixed']}"]
+    lines += [escape(reason) for reason in mode["reasons"] if reason not in report["warnings"]]
+    show_fact(out, "mode", *lines)
 
 
 def _split(out: Console, partition: dict[str, Any]) -> None:
@@ -198,29 +200,80 @@ def _graphs(out: Console, graphs: dict[str, Any]) -> None:
         show_fact(out, "[yellow]skipped[/]", f"size {skip['size']}: {escape(skip['reason'])}")
 
 
-def _seconds(out: Console, seconds: dict[str, float]) -> None:
-    phases = [(k, v) for k, v in seconds.items() if k != "total" and v >= 0.0005]
-    total = max(seconds["total"], sum(v for _, v in phases))
+def _seconds(out: Console, report: dict[str, Any]) -> None:
+    seconds = report["compile"]["seconds"]
+    ready = report.get("ready", {"seconds": seconds["total"], "parts": seconds})
+    phases = [(k, v) for k, v in ready["parts"].items() if k != "total" and v >= 0.0005]
+    total = max(ready["seconds"], sum(v for _, v in phases))
     parts = ", ".join(f"{name} {value:.3f}" for name, value in phases)
     show_fact(out, "seconds", f"[bold]{total:.2f}[/]: {parts}")
 
 
+# ---- the verdict ---------------------------------------------------------------------------------
+
+
 def _verdict(out: Console, report: dict[str, Any]) -> None:
-    rows = report["verify"]
+    """Print what came of the job, before anything else."""
+    start, job = report["compile"]["start"], report["config"]["job"]
+    ready = report.get("ready")
+    when = "" if ready is None else f"ready in {ready['seconds']:.1f} s, "
+    if job == "plan":
+        took = "" if ready is None else f" in {ready['seconds']:.1f} s"
+        show_fact(out, "planned", f"{_needs(report)}nothing was built{took}")
+    elif job == "compile" and "stored" in report["cache"]:
+        stored, what = _stored(report["cache"])
+        label = "[green]stored[/]" if stored else "[red]failed[/]"
+        show_fact(out, label, f"{what}; {when}{start} start")
+    elif "verify" in report:
+        equal, what = _verified(report["verify"])
+        label = {True: "[green]verified[/]", False: "[red]wrong[/]", None: "built"}[equal]
+        show_fact(out, label, f"{what}; {when}{start} start")
+
+
+def _needs(report: dict[str, Any]) -> str:
+    """Return how many graphs and bytes a plan found."""
+    if "plan" not in report:
+        return ""
+    plan = report["plan"]
+    graphs = words.count(plan["graphs"]["num_graphs"], "graph")
+    return f"{graphs}, about {words.memory(plan['memory']['total_bytes'])}; "
+
+
+def _stored(cache: dict[str, Any]) -> tuple[bool, str]:
+    """Return whether a program is stored and can be loaded, in words."""
+    where, proof = escape(str(cache["dir"])), cache.get("proof")
+    if not cache["stored"]:
+        reasons = "; ".join(cache["not_stored"] or cache["miss_reasons"])
+        return False, f"not stored in {where}: {escape(reasons)}"
+    if proof is None:
+        return True, f"the program is in {where}"
+    if not proof["ok"]:
+        return False, f"a fresh process could not load it: {escape(str(proof['reason']))}"
+    return True, f"a fresh process loaded it from {where} in {proof['seconds']:.1f} s"
+
+
+def _verified(rows: list[dict[str, Any]]) -> tuple[bool | None, str]:
+    """Return whether all entries are right, in words; None: there are none."""
     if not rows:
-        show_fact(out, "verify", "nothing was captured, so there is nothing to compare")
-        return
+        return None, "nothing was captured, so there is nothing to compare"
     wrong = sum(not row["ok"] for row in rows)
     worst = max(row["max_rel_err"] for row in rows)
     worst_true = max(row["max_rel_err_true"] for row in rows)
-    what = f"[green]all {len(rows)} entries equal plain execution[/]"
+    entries = words.count(len(rows), "entry", "entries")
+    equal = "equals" if len(rows) == 1 else "equal"
+    what = f"[green]all {entries} {equal} plain execution[/]"
     if wrong:
-        what = f"[red]{wrong} of {len(rows)} entries differ from plain execution[/]"
+        differ = "differs" if wrong == 1 else "differ"
+        what = f"[red]{wrong} of {entries} {differ} from plain execution[/]"
     errors = f"{worst:.1g} on padded inputs, {worst_true:.1g} on true rows alone"
-    show_fact(out, "verify", f"{what}; largest error {errors}")
+    return not wrong, f"{what}; largest error {errors}"
 
 
 # ---- entries -------------------------------------------------------------------------------------
+
+
+_NOISE = 0.1
+"""Spread of the runs of most entries, as a share of their median, from which times are noise."""
 
 
 def _error(value: float) -> str:
@@ -239,38 +292,83 @@ def _timed(row: Figures) -> bool:
     return "plain_us" in row
 
 
+def _on_device(row: Figures) -> bool:
+    """Whether launches and device time are two things, as recorded graphs do not have them."""
+    return _timed(row) and not row["recorded"]
+
+
+def _spread(row: Figures) -> float | None:
+    """Return half the range of the runs of an entry, as a share of their median."""
+    if "step_low_us" not in row or not row["step_us"]:
+        return None
+    return float((row["step_high_us"] - row["step_low_us"]) / 2 / row["step_us"])
+
+
+def _with_spread(step_us: float | None, spread: float | None) -> str:
+    if step_us is None:
+        return ""
+    return f"{step_us:.0f}" if spread is None else f"{step_us:.0f} ±{spread:.0%}"
+
+
 _US = written("{:.0f}")
 _ENTRY = (
     Column("entry", ("mode",), str, left=True),
     Column("size", ("size",), str),
     Column("rows", ("num_tokens",), str),
     Column("", ("ok",), _verdict_mark, left=True),
-    Column("error", ("max_rel_err",), _error),
-    Column("true", ("max_rel_err_true",), _error),
+    Column("error,\npadded", ("max_rel_err",), _error),
+    Column("true\nrows", ("max_rel_err_true",), _error),
     Column("plain", ("plain_us",), _US, when=_timed),
-    Column("replay", ("step_us",), _US, when=_timed),
+    Column(
+        "reduce-\noverhead",
+        ("reduce_overhead_us",),
+        _US,
+        when=lambda row: "reduce_overhead_us" in row,
+    ),
+    Column("replay", ("step_us", "spread"), _with_spread, when=_timed),
 )
 _WIDE = (
-    Column("host", ("host_us",), _US, when=_timed),
+    Column("host", ("host_us",), _US, when=_on_device),
     Column("regions", ("region_us",), _US, when=_timed),
-    Column("bounds", ("boundary_us",), _US, when=_timed),
-    Column("bound by", ("verdict",), _bound, when=_timed, left=True),
+    Column("bound-\naries", ("boundary_us",), _US, when=_timed),
+    Column("bound\nby", ("verdict",), _bound, when=_on_device, left=True),
 )
 """Further columns where the terminal is wide enough."""
 
 
-def _entries(report: dict[str, Any], width: int) -> Table:
-    """Return one row per captured entry: errors, and times where they were taken."""
+def _show_entries(out: Console, report: dict[str, Any]) -> None:
+    """Print one row per captured entry: errors, and times where they were taken."""
     bench = {(row["mode"], row["size"]): row for row in report.get("bench", [])}
-    rows = [{**row, **bench.get((row["mode"], row["size"]), {})} for row in report["verify"]]
-    columns = shown((*_ENTRY, *(_WIDE if width >= _ENTRY_WIDTH else ())), rows)
-    note = "times in microseconds per step; host: until the last step is launched"
-    table = table_of(
-        columns,
-        padding=(0, 2 if width > _ENTRY_WIDTH + 22 else 1, 0, 0),
-        caption=note if bench else None,
-        caption_justify="left",
-    )
-    for row in sorted(rows, key=lambda row: (row["mode"], row["size"])):
+    recorded = {"recorded": report["graphs"]["backend"] == "recorded"}
+    rows = []
+    for checked in sorted(report["verify"], key=lambda row: (row["mode"], row["size"])):
+        row = {**checked, **bench.get((checked["mode"], checked["size"]), {}), **recorded}
+        rows.append({**row, "spread": _spread(row)})
+    columns = shown((*_ENTRY, *_WIDE), rows)
+    if _width(columns, rows, gap=1) > out.width:
+        columns = shown(_ENTRY, rows)
+    gap = 2 if _width(columns, rows, gap=2) <= out.width else 1
+    table = table_of(columns, padding=(0, gap, 0, 0))
+    for row in rows:
         table.add_row(*(column.cell(row) for column in columns))
-    return table
+    out.print(table)
+    for note in _notes(rows, columns) if bench else ():
+        out.print(note, style="italic dim")
+
+
+def _width(columns: Sequence[Column], rows: list[dict[str, Any]], gap: int) -> int:
+    """Return how many characters a table needs; rich's own measure ends at the console's width."""
+    cells = [[*c.header.split("\n"), *(c.cell(row) for row in rows)] for c in columns]
+    return sum(gap + max(Text.from_markup(cell).cell_len for cell in found) for found in cells)
+
+
+def _notes(rows: list[dict[str, Any]], columns: Sequence[Column]) -> list[str]:
+    """Return what explains the times."""
+    notes = ["microseconds per step, medians of runs; ±: half their range"]
+    if any("host_us" in column.figures for column in columns):
+        notes.append("host: until the last step is launched")
+    spreads = [row["spread"] for row in rows if row["spread"] is not None]
+    if spreads and statistics.median(spreads) > _NOISE:
+        share = statistics.median(spreads)
+        notes.append(f"noisy machine: runs of one entry differ by ±{share:.0%}; times are rough")
+    return notes

@@ -8,15 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pcgsvc.events import count as count
+
 _PRESETS = ("llama", "llama_moe", "encoder")
 """Families that have presets."""
 _MOST_OPS = 8
 """Ops of a piece that are named; the rest are counted."""
-
-
-def count(number: int, one: str, many: str | None = None) -> str:
-    """Return a number and its noun."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def memory(num_bytes: int) -> str:

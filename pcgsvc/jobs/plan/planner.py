@@ -6,8 +6,10 @@ In: a config. Out: a `Plan`. Knows nothing of how a plan is shown.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -16,7 +18,7 @@ from pcgsvc.build.probe import ProbedForward, probe_forward
 from pcgsvc.build.stages import split, trace_forward
 from pcgsvc.capture.plan import CapturePlan, EntryKey, plan_capture, support_of
 from pcgsvc.config import Compiler, Config, Graphs, Mode, Strategy
-from pcgsvc.config.devices import dtype_of
+from pcgsvc.config.devices import dtype_of, is_here
 from pcgsvc.errors import PcgError
 from pcgsvc.events import Phases, Progress
 from pcgsvc.forward.objects import tensors_of
@@ -35,9 +37,13 @@ from pcgsvc.partition.submodules import chosen
 from pcgsvc.pipeline import warn_or_raise
 from pcgsvc.program.image import ProgramImage, image_of
 from pcgsvc.program.pieces import Kind, Partition
+from pcgsvc.report import words
 from pcgsvc.trace.graph import TracedGraph
 
 logger = logging.getLogger(__name__)
+
+_LARGEST_GPU_BYTES = 288 << 30
+"""Memory of the largest GPUs there are, where a plan's GPU is not on this machine."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +59,8 @@ class Plan:
     memory: MemoryEstimate
     seconds: dict[str, float]
     warnings: list[str]
+    ready: dict[str, Any] = field(default_factory=dict)
+    """How long it took, in parts; see `events.Phases.ready`."""
     partition: Partition | None = None
     """The cut graph; None for a forward that is not traced."""
     traced: TracedGraph | None = None
@@ -125,14 +133,37 @@ def plan(config: Config, progress: Progress) -> Plan:
     Raises:
         ConfigError, TraceError, SplitError: as a build of this config would.
     """
-    request, phases = plan_request(config, progress), Phases(progress)
+    request = plan_request(config, progress)
+    phases = Phases(progress, request.weights_s)
     planned = request.planned
     assert planned is not None
     with build_modes(request.device):
         if request.config.partition.strategy is Strategy.BREAKABLE:
-            return _untraced(request, planned, phases)
-        with planned.fake:
-            return _traced(request, planned, phases)
+            done = _untraced(request, planned, phases)
+        else:
+            with planned.fake:
+                done = _traced(request, planned, phases)
+    if (excess := _beyond(done.memory.total, planned.target)) is not None:
+        logger.warning("%s", excess)
+        done.warnings.append(excess)
+    done.ready = phases.ready("plan")
+    return done
+
+
+def _beyond(total: int, device: torch.device) -> str | None:
+    """Return that no machine, or not this one, has that many bytes; None: there is one."""
+    if device.type != "cuda":
+        limit, whose = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine has"
+    elif is_here(device):
+        limit, whose = torch.cuda.get_device_properties(device).total_memory, f"{device} has"
+    else:
+        limit, whose = _LARGEST_GPU_BYTES, "the largest GPUs have"
+    if total <= limit:
+        return None
+    return (
+        f"memory: about {words.memory(total)} are needed, and {whose} {words.memory(limit)}; plan "
+        "a smaller model, dtype=bfloat16, fewer capture.sizes, or fewer attention.num_blocks"
+    )
 
 
 # ---- traced --------------------------------------------------------------------------------------
@@ -188,7 +219,9 @@ def _plan(
         workspace=workspace,
         memory=MemoryEstimate(),
         seconds=phases.seconds,
-        warnings=warn_or_raise(request.config, [*capture.warnings, *planned.warnings, *warnings]),
+        warnings=warn_or_raise(
+            request.config, [*capture.warnings, *planned.warnings, *warnings], capture.notes
+        ),
     )
 
 

@@ -83,6 +83,7 @@ def plan_request(config: Config, progress: Progress, *, real: str | None = None)
         bundle, inputs = _build(config, home, planned)
     finally:
         progress.stop()
+    planned.notes += [*bundle.plan_notes, *_dtype_note(config, bundle)]
     if bundle.attention is not None:
         _choose_backend(config, home, planned)
     request = Request(
@@ -129,6 +130,16 @@ def _use_real_tensors(planned: Planned, why: str) -> None:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; empty if it has none."""
     return (str(error).strip().splitlines() or [""])[0]
+
+
+def _dtype_note(config: Config, bundle: ModelBundle) -> list[str]:
+    stored = bundle.stored_dtype
+    if config.dtype != "float32" or stored not in ("bfloat16", "float16"):
+        return []
+    return [
+        f"weights are float32, and the checkpoint says {stored}: dtype={stored} takes half the "
+        "memory"
+    ]
 
 
 def _choose_backend(config: Config, home: torch.device, planned: Planned) -> None:

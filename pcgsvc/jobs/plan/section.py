@@ -52,6 +52,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
             "bytes": 0,
         },
         "plan": plan_section(plan),
+        "ready": plan.ready,
     }
 
 

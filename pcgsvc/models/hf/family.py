@@ -13,11 +13,12 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.config import Config
+from pcgsvc.config.devices import device_of
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.hf import attention, probe, reference, weights
 from pcgsvc.models.hf.generation import sampling_of
 from pcgsvc.models.hf.positions import first_position
-from pcgsvc.models.hf.source import open_source
+from pcgsvc.models.hf.source import Source, open_source
 from pcgsvc.models.hf.tokenizer import has_tokenizer, load_tokenizer
 from pcgsvc.models.language import language_bundle
 from pcgsvc.ops.backends import find_backend
@@ -69,7 +70,7 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
         kind = find_backend(config.attention.name)
         error = reference.check(source, expected, module, spec, kind, dtype=dtype)
         logger.info("logits equal transformers' own within %.2g", error)
-    return language_bundle(
+    bundle = language_bundle(
         module,
         spec,
         vocab,
@@ -77,3 +78,22 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
         sampling=sampling_of(source),
         facts=source.facts(),
     )
+    stored = getattr(source.config, "dtype", None)
+    bundle.stored_dtype = None if stored is None else str(stored).removeprefix("torch.")
+    bundle.plan_notes = _experts_note(config, source, device, dtype)
+    return bundle
+
+
+def _experts_note(
+    config: Config, source: Source, device: torch.device, dtype: torch.dtype
+) -> list[str]:
+    """Say where a plan's experts differ from those of a run on the device that it is for."""
+    text = source.config.get_text_config(decoder=True)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    here, there = (weights.experts_for(d, dtype) for d in (device, device_of(config)))
+    if here == there or not any(getattr(text, name, None) for name in names):
+        return []
+    return [
+        f"experts: planned as {here}, since {there} has no form for the CPU's tensors; a run uses "
+        f"{there}, so the ops, hashes and memory of regions with experts differ from the plan's"
+    ]

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from pcgsvc import torch_private
+from pcgsvc.config.devices import is_here
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.extras import require
 from pcgsvc.models.hf.source import Source, looks_at_length
@@ -36,7 +37,7 @@ def experts_for(device: torch.device, dtype: torch.dtype) -> str:
     row's experts: right everywhere, and cheap for few rows only.
     """
     grouped = device.type == "cuda" and dtype is torch.bfloat16
-    if grouped and torch.cuda.get_device_capability(device) >= (8, 0):
+    if grouped and (not is_here(device) or torch.cuda.get_device_capability(device) >= (8, 0)):
         return "grouped_mm"
     return "batched_mm"
 
