@@ -81,8 +81,7 @@ class Runner:
         self._closed, self._at_close = False, at_close
         self._model_name = getattr(model.module, "__name__", type(model.module).__name__)
         self._lock, self._process = threading.RLock(), os.getpid()
-        self._running = False
-        self._autocast_met = False
+        self._running = self._autocast_met = False
         self._counts = CallCounts(config, self.dispatch, table)
         static = memory.static_tensors if config.debug.check_addresses else None
         self._weights = Weights(model.module, memory.tensors, static)
