@@ -278,6 +278,11 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+def test_rows_mixed_behind_a_splitting_op_are_called_so() -> None:
+    with pytest.raises(VerifyError, match="the forward mixes rows behind a splitting op"):
+        build(lambda x: attended(x + 1).sort(0).values, mode="piecewise", sizes=[4, 8])
+
+
 def test_an_undeclared_write_to_an_input_is_named_and_not_called_host_state() -> None:
     named = r"checkprogram::wipes writes to its argument 'x'.*checkprogram::wipes\(Tensor x\)"
     for mode in ("none", "piecewise"):

@@ -136,11 +136,16 @@ def of_entry(
         )
     if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
         return _mixes(row, plan, memory)
+    mixes = (
+        "the forward mixes rows behind a splitting op, whose padding rows a replay zeroes, or "
+        if trial is not None and trial.model.image.matched and row["num_tokens"] < row["size"]
+        else ""
+    )
     return (
         f"{where}: the replay differs from the module on the same inputs by "
-        f"{row['max_rel_err']:.3g} (tolerance {row['tolerance']:.3g}), and only the replay: an op "
-        "reads host state or memory that the graph does not rewrite. Mark it as a splitting op, "
-        "or set capture.self_check=false to look into it."
+        f"{row['max_rel_err']:.3g} (tolerance {row['tolerance']:.3g}), and only the replay: {mixes}"
+        "an op reads host state or memory that the graph does not rewrite. Mark it as a splitting "
+        "op, or set capture.self_check=false to look into it."
     )
 
 
