@@ -40,7 +40,7 @@ def refuse_packed_rows(trial: Trial) -> None:
             "allow it; a graph cannot. Make it with enable_nested_tensor=False, which gives the "
             "same results at all other positions."
         ) from None
-    except Exception:  # noqa: BLE001, S110 - the forward's own: told where it is compared
+    except Exception:  # noqa: BLE001 - the forward's own: told where it is compared
         pass
     finally:
         torch.backends.mha.set_fastpath_enabled(False)
