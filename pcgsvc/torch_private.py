@@ -329,6 +329,11 @@ def undeclare_ops(library: torch.library.Library) -> None:
     library._destroy()
 
 
+def is_constant_function(function: Any) -> bool:
+    """Whether `torch.compiler.assume_constant_result` marks it: only its result is traced."""
+    return getattr(function, "_dynamo_marked_constant", False) is True
+
+
 def op_tags(op: Any) -> set[torch.Tag]:
     """Return the tags of a torch.ops callable (all overloads of a packet)."""
     if isinstance(op, torch._ops.OpOverload):

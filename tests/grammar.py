@@ -465,7 +465,7 @@ REASONS = {
     "fresh host data": {"host data"},
     "a break returned a tensor": set(RETURNING),
     "Python outside breaks runs once": {"aliasing split"},
-    "returned other memory, at capture": {"aliasing split"},
+    ", at capture it gave ": {"aliasing split"},
     "results share memory": {"aliasing split", "in-place", "view", "transposed"},
 }
 """Refusals by a part of their message, with the statements of which one must be in the model.

@@ -14,7 +14,7 @@ from torch import nn
 from warm_helpers import Starter
 
 import pcgsvc
-from pcgsvc.program.forms import NotCanonicalError, reach_digest, replaced_functions
+from pcgsvc.program.forms import NotCanonicalError, identity, reach_digest, replaced_functions
 from pcgsvc.program.image import op_identity, unwritable_ops
 
 
@@ -36,6 +36,18 @@ def test_the_digest_of_a_body_holds_its_helpers_and_their_globals() -> None:
     before = reach_digest(body)
     exec("def helper(x): return x + K", vars(module))
     assert reach_digest(body) != before
+
+
+def test_a_function_whose_result_is_assumed_constant_counts_with_what_it_reads() -> None:
+    def mark(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return torch.compiler.assume_constant_result(function)  # type: ignore[no-any-return]
+
+    one, same, other = (mark(_modules(factor)[0]) for factor in ("2.0", "2.0", "3.0"))
+    assert identity(one) == identity(same) != identity(other)
+    body, module = _modules("2.0")
+    vars(module)["K"] = torch.ones(2)
+    with pytest.raises(NotCanonicalError, match=r"it reads baked_other\.K"):
+        identity(mark(body))
 
 
 def test_a_body_that_reads_a_tensor_has_no_digest() -> None:

@@ -19,7 +19,7 @@ from pcgsvc.check.trial import Trial
 from pcgsvc.compilers import passes
 from pcgsvc.compilers.passes import GraphPass
 from pcgsvc.config import CacheConfig, Compiler, Config, OnMismatch
-from pcgsvc.errors import ConfigError, TraceError, VerifyError
+from pcgsvc.errors import ConfigError, ForwardError, TraceError, VerifyError
 
 
 @pcgsvc.splitting_op("check::twice", mutates_args=("out",))
@@ -265,6 +265,31 @@ def test_a_forward_that_asks_whether_it_is_traced_is_found_in_every_mode() -> No
     build(forward, mode="none", self_check=False).close()
 
 
+@torch.library.custom_op("checkprogram::wipes", mutates_args=())
+def wipes(x: torch.Tensor) -> torch.Tensor:
+    """Write to its argument, and do not say so."""
+    y = x * 2
+    x.zero_()
+    return y
+
+
+@wipes.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_rows_mixed_behind_a_splitting_op_are_called_so() -> None:
+    with pytest.raises(VerifyError, match="the forward mixes rows behind a splitting op"):
+        build(lambda x: attended(x + 1).sort(0).values, mode="piecewise", sizes=[4, 8])
+
+
+def test_an_undeclared_write_to_an_input_is_named_and_not_called_host_state() -> None:
+    named = r"checkprogram::wipes writes to its argument 'x'.*checkprogram::wipes\(Tensor x\)"
+    for mode in ("none", "piecewise"):
+        with pytest.raises(VerifyError, match=named):
+            build(lambda x: wipes(x) + x, mode=mode)
+
+
 # ---- plain execution is not one thing ------------------------------------------------------------
 
 
@@ -282,6 +307,28 @@ def test_attention_modules_of_torch_take_the_path_that_was_traced() -> None:
     module, x = Model().eval(), torch.randn(3, 5, 16)
     with build(module, {"x": torch.randn(6, 5, 16)}) as runner, torch.no_grad():
         torch.testing.assert_close(runner(x), module(x))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(6, 5, dtype=torch.bool), torch.rand(6, 5) > 0.5])
+def test_rows_that_torch_packs_by_a_mask_are_refused_with_the_fix(mask: torch.Tensor) -> None:
+    class Model(nn.Module):
+        def __init__(self, *, nested: bool) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.encoder(x, src_key_padding_mask=mask)
+
+    inputs = {"x": torch.randn(6, 5, 8), "mask": mask}
+    dims = dict.fromkeys(inputs, 0)
+    with pytest.raises(TraceError, match=r"\['encoder'\].*enable_nested_tensor=False"):
+        build(Model(nested=True).eval(), inputs, dims)
+    module, x, ends = Model(nested=False).eval(), torch.randn(3, 5, 8), torch.zeros(3, 5) > 0
+    ends[:, 3:] = True
+    with build(module, inputs, dims) as runner, torch.no_grad():
+        torch.testing.assert_close(runner(x, ends), module(x, ends))
     assert torch.backends.mha.get_fastpath_enabled()
 
 
@@ -317,7 +364,7 @@ def test_a_write_to_an_inference_tensor_is_refused_by_name_and_reading_one_is_fi
         reads, writes = State(False).eval(), State(True).eval()
     with build(reads) as runner:
         torch.testing.assert_close(runner(rows(3)), rows(3) * 2)
-    with pytest.raises(TraceError, match=r"writes to \['total'\].*inference_mode"):
+    with pytest.raises(ForwardError, match=r"\['total'\] were made under torch\.inference_mode"):
         build(writes)
 
 

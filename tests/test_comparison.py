@@ -241,10 +241,10 @@ def test_the_table_has_a_row_per_job_with_its_figures() -> None:
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     assert rows["0*"][1:] == [
         *("capture.sizes=[1,2,4]", "mode=piecewise", "5/4", "238", "15", "1.0", "2.59", "cold"),
-        *("25", "1", "24.0", "24.0", "12.0", "4.33", "verified", "3/3"),
+        *("25", "1", "24.0", "24.0", "4.33", "verified", "3/3"),
     ]
     assert rows["3*"][1:3] == ["capture.sizes=[1,2,4,8,16]", "mode=full_and_piecewise"]
-    assert rows["3*"][-6:-2] == ["14.0", "24.0", "7.0", "7.43"]
+    assert rows["3*"][-5:-2] == ["14.0", "24.0", "7.43"]
     assert "job 4 failed: killed [SIGKILL] by the kernel [4/output.txt]" in text
     assert "µs: per step at 4 tokens" in text  # the largest size that all have
     assert "say nothing of CUDA graphs' speed" in text
@@ -257,6 +257,14 @@ def test_no_line_is_wider_than_the_terminal_and_no_figure_is_cut(width: int) -> 
     assert "…" not in text
     assert "verified 10/10" in text
     assert "decode µs" in text
+
+
+def test_only_graphs_of_a_device_have_a_host_time() -> None:
+    report = make_report()
+    assert report["graphs"]["backend"] == "recorded"
+    assert "host µs" not in shown([make_row("0", report)], 200)
+    report["graphs"]["backend"] = "cuda"
+    assert "host µs" in shown([make_row("0", report)], 200)
 
 
 def test_a_mode_that_is_not_as_asked_has_a_column() -> None:

@@ -221,6 +221,11 @@ def test_op_exists_finds_any_overload_and_nothing_else() -> None:
     assert not private.op_exists("aten::no_such_op")
 
 
+def test_a_function_whose_result_is_assumed_constant_is_marked() -> None:
+    assert private.is_constant_function(torch.compiler.assume_constant_result(lambda: 2.0))
+    assert not private.is_constant_function(lambda: 2.0)
+
+
 def test_op_tags_of_a_packet_are_those_of_its_overloads() -> None:
     assert torch.Tag.inplace_view in private.op_tags(torch.ops.aten.squeeze_.default)
     assert torch.Tag.inplace_view in private.op_tags(torch.ops.aten.squeeze_)

@@ -37,6 +37,8 @@ class BuildEnvironment:
     artifacts: Artifacts
     wrong: str | None
     """Why the program that was loaded at first is built cold; None: that did not happen."""
+    fast_paths: bool
+    """Whether attention modules of torch.nn take their fused path outside of builds."""
     until_stored: ExitStack
     """Held while other processes wait for this build of the program; closed once it is stored."""
 
@@ -103,7 +105,7 @@ def build_environment(
     config, folder = request.config, CompilerFolder()
     try:
         with (
-            build_modes(request.device),
+            build_modes(request.device) as fast_paths,
             folder.in_use(config.compiler.threads),
             Store.open(
                 config.cache.dir,
@@ -121,6 +123,7 @@ def build_environment(
                 store=store,
                 artifacts=Artifacts(config, request.device, store, folder),
                 wrong=wrong,
+                fast_paths=fast_paths,
                 until_stored=until_stored,
             )
     except BaseException:

@@ -13,8 +13,9 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.capture.plan import CapturePlan
+from pcgsvc.check.hazards import undeclared_in
 from pcgsvc.check.tolerance import error_of, tolerance_of
-from pcgsvc.check.trial import Step, Trial, same_random_numbers
+from pcgsvc.check.trial import Step, Trial, generators, same_random_numbers
 from pcgsvc.config import Compiler, Mode
 from pcgsvc.errors import PcgError, VerifyError
 from pcgsvc.forward.workspace import Workspace, preserved
@@ -40,7 +41,18 @@ class RefusedRowsError(Exception):
 
 
 def unsteady(trial: Trial, step: Step) -> str | None:
-    """Return why the module differs from itself on the same inputs and state, or None."""
+    """Return why the module differs from itself on the same inputs and state, or None.
+
+    Inputs that an op writes to and does not declare are not the same: that op is named.
+    """
+    fresh = trial.step(step.rows)
+    for fault in undeclared_in(lambda: trial.plain(fresh), trial.memory.device):
+        if fault.is_write:
+            return (
+                f"{fault.op} writes to its argument {fault.argument!r}, which the schema does not "
+                f"say: {fault.schema}. Declare the write (mutates_args, or Tensor(a!)), or write "
+                "to a copy."
+            )
     once = trial.plain(step)
     error = error_of(trial.plain(step), once)
     if error <= tolerance_of(once, error, lambda: trial.plain(step)):
@@ -75,12 +87,6 @@ def _draws(trial: Trial, step: Step) -> bool:
         with trial.memory.on_stream(), use_context(trial.memory.unpadded_context(step.batch)):
             trial.model.run_module(step.inputs)
         return not all(map(torch.equal, before, generators(device)))
-
-
-def generators(device: torch.device) -> list[torch.Tensor]:
-    """Return copies of the states of torch's own random generators."""
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *cuda]
 
 
 def _is_random(name: str) -> bool:
@@ -130,11 +136,16 @@ def of_entry(
         )
     if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
         return _mixes(row, plan, memory)
+    mixes = (
+        "the forward mixes rows behind a splitting op, whose padding rows a replay zeroes, or "
+        if trial is not None and trial.model.image.matched and row["num_tokens"] < row["size"]
+        else ""
+    )
     return (
         f"{where}: the replay differs from the module on the same inputs by "
-        f"{row['max_rel_err']:.3g} (tolerance {row['tolerance']:.3g}), and only the replay: an op "
-        "reads host state or memory that the graph does not rewrite. Mark it as a splitting op, "
-        "or set capture.self_check=false to look into it."
+        f"{row['max_rel_err']:.3g} (tolerance {row['tolerance']:.3g}), and only the replay: {mixes}"
+        "an op reads host state or memory that the graph does not rewrite. Mark it as a splitting "
+        "op, or set capture.self_check=false to look into it."
     )
 
 

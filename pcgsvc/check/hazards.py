@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from pcgsvc import torch_private
 from pcgsvc.capture.recorded import HOST_FUNCTIONS, why_forbidden
-from pcgsvc.check.causes import generators
+from pcgsvc.check.trial import generators
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Request, make_samples, make_workspace
@@ -102,6 +102,14 @@ def observe(request: Request) -> Observation:
     for name in changed:
         seen.hazards[Hazard("attribute write", name, line_that_sets(module, name) or "")] = None
     return seen
+
+
+def undeclared_in(run: Callable[[], object], device: torch.device) -> list[Undeclared]:
+    """Run something, and return what its ops do that their schemas do not declare."""
+    seen = Observation()
+    with _Ops(seen, set(), device):
+        run()
+    return list(seen.undeclared)
 
 
 class _Ops(torch_private.RecordingMode):

@@ -23,6 +23,7 @@ from pcgsvc.check.causes import (
     random_ops,
     unsteady,
 )
+from pcgsvc.check.packed import refuse_packed_rows
 from pcgsvc.check.pieces import wrong_regions
 from pcgsvc.check.trial import Step, Trial
 from pcgsvc.compilers.eager import EagerPiece
@@ -59,9 +60,12 @@ def check_program(
         compared.
 
     Raises:
+        TraceError: see `refuse_packed_rows`.
         VerifyError: program and module differ. The message names region, op and line if the
             compiler is wrong, else the cause.
     """
+    if env.fast_paths:
+        refuse_packed_rows(Trial.of(made.model, memory, request))
     if request.config.partition.strategy is Strategy.BREAKABLE:  # it is the module
         return made.model
     drop = partial(env.artifacts.drop, made.model.image)

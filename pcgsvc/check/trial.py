@@ -117,3 +117,9 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
         yield
+
+
+def generators(device: torch.device) -> list[torch.Tensor]:
+    """Return copies of the states of torch's own random generators."""
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda]

@@ -16,6 +16,7 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError, ForwardError
 from pcgsvc.forward.batch import StepBuffers, check_batch
+from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.results import flatten
 from pcgsvc.forward.state import state_kept
@@ -56,11 +57,22 @@ def run_plainly(
             shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in inputs.items())
             raise ForwardError(
                 f"the forward fails by itself, called plainly with {shapes}: "
-                f"{words_of(error)}{place_of(error)}."
+                f"{words_of(error)}{place_of(error)}.{_made_in_inference_mode(module, error)}"
             ) from error
 
 
 # ---- dynamic dimensions that were not named ------------------------------------------------------
+
+
+def _made_in_inference_mode(module: Callable[..., Any], error: Exception) -> str:
+    """Say what to do where a forward writes to a tensor of inference mode, outside of that."""
+    frozen = [name for name, tensor in tensors_of(module).items() if tensor.is_inference()]
+    if not frozen or "inference tensor" not in str(error):
+        return ""
+    return (
+        f" {frozen} were made under torch.inference_mode(), and a runner works outside of it: make "
+        "them outside, or clone them."
+    )
 
 
 def infer_dynamic_dims(

@@ -61,11 +61,14 @@ def refuse_autocast(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def build_modes(device: torch.device) -> Iterator[None]:
+def build_modes(device: torch.device) -> Iterator[bool]:
     """Hold the build lock, with torch's modes as every build needs them, whatever the caller's.
 
     Attention modules of torch.nn do without their fused inference path, which Dynamo does not take
     either: what is compared then runs the same ops.
+
+    Yields:
+        Whether plain execution takes that path, as the caller has set it.
 
     Raises:
         ConfigError: see `refuse_autocast`.
@@ -75,6 +78,6 @@ def build_modes(device: torch.device) -> Iterator[None]:
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            yield
+            yield fused
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)

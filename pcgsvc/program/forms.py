@@ -40,7 +40,8 @@ def identity(value: Any) -> Any:
     if torch_private.is_torch_op(value):
         return ["op", str(value)]
     if isinstance(value, (types.FunctionType, types.MethodType)):
-        return ["function", name_of(value), code_digest(value)]
+        digest = reach_digest if torch_private.is_constant_function(value) else code_digest
+        return ["function", name_of(value), digest(value)]
     if isinstance(value, enum.Enum):
         return canonical(value)
     if isinstance(value, type):

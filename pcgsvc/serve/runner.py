@@ -42,10 +42,6 @@ from pcgsvc.serve.weights import LoadedState, Weights
 logger = logging.getLogger(__name__)
 
 
-def _nothing() -> None:
-    return None
-
-
 class Runner:
     """Runs a model with piecewise or full graphs.
 
@@ -63,7 +59,7 @@ class Runner:
         table: GraphTable,
         resolution: Resolution,
         report: dict[str, Any],
-        at_close: Callable[[], None] = _nothing,
+        at_close: Callable[[], None] = lambda: None,
     ) -> None:
         config = request.config
         self.request = request
