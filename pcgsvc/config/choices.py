@@ -53,6 +53,15 @@ class Arrivals(enum.Enum):
     CLOSED_LOOP = "closed_loop"
 
 
+class Objective(enum.Enum):
+    """What a sweep makes as small as it can."""
+
+    DECODE_US = "bench.decode_us"
+    MIXED_US = "bench.mixed_us"
+    MEMORY = "memory"
+    START_S = "start_s"
+
+
 class OnUncovered(enum.Enum):
     """What happens to a call that no captured graph serves."""
 

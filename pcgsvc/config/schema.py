@@ -23,6 +23,7 @@ from pcgsvc.config.choices import (
     Job,
     Mode,
     MoeBackend,
+    Objective,
     OnMismatch,
     OnUncovered,
     Outputs,
@@ -39,6 +40,7 @@ class Form(enum.Enum):
     BYTES = "a number, or text with a unit: 256MiB"
     SIZES = "a list, or text: 1,2,4 or 1:64:8"
     SIZES_OR_FILE = "as sizes, or auto:FILE"
+    OBJECTIVES = "a word, or a list"
 
 
 @dataclass(frozen=True)
@@ -289,6 +291,11 @@ class SweepConfig:
     timeout_s: Annotated[float, Positive] | None = None
     """How long one isolated job may take, in seconds; after that it is ended and has failed. None:
     as long as it takes. At least 1."""
+    objective: Annotated[list[Objective], Form.OBJECTIVES] | None = None
+    """What is to be least, one or a list: `bench.decode_us` or `bench.mixed_us` (mean step time of
+    batches of 1 to `capture.max_size` tokens, which a job's graphs must all serve), `memory` (bytes
+    that graphs hold) or `start_s` (seconds until the runner is ready). The best job's settings are
+    written for `--config-dir`; `hydra/sweeper=optuna` searches by it."""
 
 
 @dataclass(kw_only=True, slots=True)

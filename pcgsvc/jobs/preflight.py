@@ -13,6 +13,7 @@ from pcgsvc.config import CacheAction, CacheMode, Config, Job, Strategy
 from pcgsvc.config.compose import Command
 from pcgsvc.config.devices import dtype_of, is_here
 from pcgsvc.errors import CacheError, ConfigError, near
+from pcgsvc.jobs.sweep.objective import check_objective
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.expert_group import refuse_sweep
@@ -49,6 +50,8 @@ def check_command(command: Command) -> None:
         except ConfigError as error:
             where = f" (job {at + 1} of {len(configs)}; none was run)" if len(configs) > 1 else ""
             raise ConfigError(f"{error}{where}") from error
+    if command.multirun:
+        check_objective(configs, command.sweeper)
     reports = [Path(c.report).absolute() for c in configs if c.report is not None]
     for path in reports:
         if reports.count(path) > 1:
