@@ -47,9 +47,9 @@ class CudaEngine:
 
     def begin(self) -> None:
         """See `Engine.begin`."""
-        graph = torch.cuda.CUDAGraph()
+        # Before it begins: a begin that fails leaves the random generator to `abort`.
+        graph = self._graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode=self._error_mode)
-        self._graph = graph
 
     def end(self) -> Step | None:
         """See `Engine.end`."""
