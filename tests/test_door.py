@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -257,9 +258,9 @@ def test_a_runner_prints_as_five_lines(tmp_path: Any) -> None:
         with pcgsvc.compile(mlp(), (rows(3, width=8),), **call) as runner:
             lines = repr(runner).split("\n")
         assert lines[0] == "pcgsvc.Runner of Sequential on cpu, float32"
-        assert lines[1].startswith("  modes: full (full_and_piecewise asked for)")
+        assert lines[1] == "  modes: full (full_and_piecewise asked for), for all batches"
         assert lines[2] == "  sizes: 1, 4"
-        assert lines[3].startswith("  graphs: 2 recorded, ")
+        assert re.fullmatch(r"  graphs: 2 recorded, [\d.]+ K?i?B", lines[3])
         assert lines[4].startswith(f"  start: {start}, ")
         assert len(lines) == 5
     assert repr(runner).split("\n")[0].endswith(", closed")
