@@ -252,6 +252,12 @@ def test_load_gives_a_runner_of_a_named_model() -> None:
 # ---- what one reads ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("name", "way"), [("size", "sizes="), ("preset", "pcgsvc.load")])
+def test_a_name_that_is_elsewhere_is_answered_with_where(name: str, way: str) -> None:
+    with pytest.raises(pcgsvc.ConfigError, match=f"^{name}: not read .*{way}"):
+        pcgsvc.compile(mlp(), (rows(3, width=8),), **{name: "safe"})
+
+
 def test_a_runner_prints_as_five_lines(tmp_path: Any) -> None:
     call = {"sizes": [1, 4], "cache": {"dir": str(tmp_path)}}
     for start in ("cold, 1 region compiled, 0 loaded", "warm, 0 regions compiled, 1 loaded"):

@@ -54,6 +54,11 @@ def whole(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(x * x.sum().item())
 
 
+@pcgsvc.splitting_op("whose_mistake::doubled", mutates_args=("out",))
+def doubled(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x * 2)
+
+
 STEPS: dict[str, tuple[Callable[..., None], str]] = {
     "item": (item, "the forward waits for a device value at"),
     "branch": (branch, "cannot be traced whole, because of"),
@@ -131,9 +136,19 @@ def test_each_way_out_that_is_printed_works(name: str, way: str) -> None:
         assert runner.stats()["fallbacks"] == []
 
 
+def test_a_splitting_op_that_is_called_by_its_function_is_cut_at_as_well() -> None:
+    with compiled(Stepping(doubled).eval(), (rows(3),)) as runner:
+        assert [o["name"] for o in runner.report["partition"]["splitting_ops"]] == [
+            "whose_mistake::doubled"
+        ]
+    x, out = rows(3), torch.empty(3, WIDTH)
+    doubled(x, out)
+    torch.testing.assert_close(out, x * 2)
+
+
 def test_an_op_that_reads_padding_rows_is_told_to_leave_them_out() -> None:
     with pytest.raises(pcgsvc.VerifyError, match=r"reads padding rows as well.*true_rows"):
-        compiled(Stepping(torch.ops.whose_mistake.whole).eval(), (rows(3),))
+        compiled(Stepping(whole).eval(), (rows(3),))
 
 
 def test_the_host_s_wait_is_told_once_with_its_line_before_anything_is_captured(
