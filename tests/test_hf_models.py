@@ -181,9 +181,11 @@ def test_a_generation_config_is_honoured_and_what_is_not_is_said(
     want = Sampling(temperature=0.6, top_k=50, top_p=0.9, repetition_penalty=1.1)
     assert load(folder).sampling == want
     assert "asks for forced_bos_token_id=0, suppress_tokens=[3], min_p=0.1; gen" in caplog.text
-    change(file, temperature=0.0)
+    change(file, temperature=-0.5)
     assert load(folder).sampling is None
-    assert "out of range (temperature: got 0" in caplog.text
+    assert "out of range (temperature: got -0.5" in caplog.text
+    change(file, temperature=0.0)
+    assert load(folder).sampling == Sampling(top_k=50, top_p=0.9, repetition_penalty=1.1)
 
 
 def test_greedy_with_the_checkpoints_repetition_penalty_equals_transformers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import pcgsvc
+from pcgsvc.capture.cuda import CudaEngine
 from pcgsvc.errors import CaptureError, VerifyError
 
 ATTEMPTS: list[int] = []
@@ -34,6 +36,42 @@ def nothing_is_broken() -> Iterator[None]:
     yield
     BROKEN.clear()
     ATTEMPTS.clear()
+
+
+class FakeGraph:
+    """Counts as torch's allocator does: a pool that no graph uses any more takes no other."""
+
+    users = 0
+    met = False
+
+    def __init__(self) -> None:
+        self.is_used = False
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        if type(self).met and not type(self).users:
+            raise RuntimeError("INTERNAL ASSERT FAILED: use_count > 0")
+        self.is_used = type(self).met = True
+        type(self).users += 1
+
+    def capture_end(self) -> None:
+        warnings.warn("The CUDA Graph is empty.", stacklevel=1)
+
+    def __del__(self) -> None:
+        type(self).users -= self.is_used
+
+
+def test_segments_that_only_allocate_keep_their_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    engine = CudaEngine(None, "global")  # type: ignore[arg-type]
+    for _ in range(3):
+        engine.begin()
+        assert engine.end() is None
+        gc.collect()
+        assert FakeGraph.users == 1
+    del engine
+    gc.collect()
+    assert FakeGraph.users == 0
 
 
 def failing(x: torch.Tensor) -> torch.Tensor:

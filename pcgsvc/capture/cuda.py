@@ -26,7 +26,8 @@ Step = Callable[[], Any]
 class CudaEngine:
     """Captures segments on one stream into one pool. One per runner; used under its lock.
 
-    A pool's memory lives as long as any of its graphs.
+    A pool's memory lives as long as any of its graphs. Entries keep the engine, and it keeps an
+    empty graph: a segment that only allocates leaves no other.
     """
 
     name = "cuda"
@@ -38,6 +39,7 @@ class CudaEngine:
         """All pools that entries of this runner may lie in: one, unless a capture failed."""
         self._error_mode = error_mode
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._empty: torch.cuda.CUDAGraph | None = None
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._outside: set[int] = set()
@@ -58,6 +60,7 @@ class CudaEngine:
             graph.capture_end()
         self._graph = None
         if any("CUDA Graph is empty" in str(w.message) for w in said):
+            self._empty = graph
             return None
         graph.replay()
         return graph.replay
@@ -116,6 +119,7 @@ class CudaEngine:
     def _new_pool(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self._pools.append(self.pool)
+        self._empty = None
         self._starts, self._ends = [], []
         self._outside.clear()
 

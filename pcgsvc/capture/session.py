@@ -265,7 +265,7 @@ class Session:
             is_region=tuple(r for _, r, _ in self._steps),
             outputs=held,
             boundaries=tuple(self._boundaries),
-            keep=self._keep,
+            keep=[*self._keep, self._engine],
             owned=self._engine.take_owned(),
         )
 

@@ -5,6 +5,7 @@ Knows nothing of models, graphs or the disk; only `compose` and `devices` import
 """
 
 from pcgsvc.config.choices import (
+    Arrivals,
     CacheAction,
     CacheMode,
     Compiler,
@@ -13,6 +14,7 @@ from pcgsvc.config.choices import (
     Job,
     Mode,
     MoeBackend,
+    Objective,
     OnMismatch,
     OnUncovered,
     Outputs,
@@ -35,12 +37,14 @@ from pcgsvc.config.schema import (
     ModelConfig,
     MoeConfig,
     PartitionConfig,
+    SchedulerConfig,
     SizingConfig,
     SweepConfig,
 )
 
 __all__ = [
     "AUTO",
+    "Arrivals",
     "AttentionConfig",
     "BenchConfig",
     "CacheAction",
@@ -60,10 +64,12 @@ __all__ = [
     "ModelConfig",
     "MoeBackend",
     "MoeConfig",
+    "Objective",
     "OnMismatch",
     "OnUncovered",
     "Outputs",
     "PartitionConfig",
+    "SchedulerConfig",
     "SizingConfig",
     "Strategy",
     "SweepConfig",

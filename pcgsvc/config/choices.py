@@ -46,6 +46,22 @@ class Graphs(enum.Enum):
     OFF = "off"
 
 
+class Arrivals(enum.Enum):
+    """When the requests of a trace arrive: as it says, or each as soon as one can be taken."""
+
+    KEPT = "kept"
+    CLOSED_LOOP = "closed_loop"
+
+
+class Objective(enum.Enum):
+    """What a sweep makes as small as it can."""
+
+    DECODE_US = "bench.decode_us"
+    MIXED_US = "bench.mixed_us"
+    MEMORY = "memory"
+    START_S = "start_s"
+
+
 class OnUncovered(enum.Enum):
     """What happens to a call that no captured graph serves."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Command:
     """Whether it is a sweep, be it of one job."""
     overrides: list[list[str]] | None
     """The overrides of each job, without Hydra's own; None: only the sweeper knows its jobs."""
+    sweeper: dict[str, Any] = field(default_factory=dict)
+    """`hydra.sweeper` of a sweep."""
 
 
 def schema_node() -> DictConfig:
@@ -111,6 +113,7 @@ def compose_command(
             jobs=[from_tree(load_tree(loader, config_name, job)) for job in jobs],
             multirun=True,
             overrides=[[o for o in job if not _is_hydra(o)] for job in jobs] if known else None,
+            sweeper=plain(whole.hydra.sweeper),
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pcgsvc.config.choices import Compiler, Graphs, Mode, OnUncovered, Strategy
 from pcgsvc.config.parse import to_dict
-from pcgsvc.config.schema import AtLeast, CompilerConfig, Config, SizingConfig
+from pcgsvc.config.schema import AtLeast, CompilerConfig, Config
 from pcgsvc.errors import ConfigError
 
 _MAX_SEED = 2**63 - 2  # torch's generators take 64 bits with a sign, and seed + 1 is used as well
@@ -53,18 +53,24 @@ def _at_least(path: str, value: float | None, least: int) -> None:
 
 def validate_sizing(config: Config) -> None:
     """Check what choosing capture sizes reads; before `capture.sizes=auto:FILE` is replaced."""
-    sizing, unset = config.sizing, SizingConfig()
+    sizing, scheduler = config.sizing, config.sizing.scheduler
     _check_least(config.capture, "capture.")
     _check_least(sizing, "sizing.")
     if sizing.min_gain > 1:
         raise ConfigError(f"sizing.min_gain: got {sizing.min_gain}, at most 1 is possible.")
     if sizing.row_us <= 0:
         raise ConfigError(f"sizing.row_us: got {sizing.row_us}, a number above 0 is needed.")
-    modelled = (sizing.fixed_us, sizing.row_us) != (unset.fixed_us, unset.row_us)
-    if sizing.cost is not None and modelled:
+    if sizing.cost is not None and sizing.has_modelled_times:
         raise ConfigError(
             "sizing.fixed_us and sizing.row_us: set, but sizing.cost is there, whose report gives "
             "the times; leave one of them out."
+        )
+    least = scheduler.max_num_seqs * (1 + scheduler.speculative_len)
+    if scheduler.max_num_batched_tokens < least:
+        raise ConfigError(
+            f"sizing.scheduler.max_num_batched_tokens: got {scheduler.max_num_batched_tokens}, at "
+            f"least {least} is needed: {scheduler.max_num_seqs} requests (max_num_seqs) of "
+            f"{1 + scheduler.speculative_len} tokens (1 + speculative_len)."
         )
 
 

@@ -16,6 +16,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union
 
+from pcgsvc.config.choices import Objective
 from pcgsvc.config.schema import AUTO, Config, Form
 from pcgsvc.errors import ConfigError, near
 
@@ -72,6 +73,8 @@ def to_dict(config: Any) -> dict[str, Any]:
             out[f.name] = to_dict(value)
         elif isinstance(value, enum.Enum):
             out[f.name] = value.value
+        elif isinstance(value, list):
+            out[f.name] = [v.value if isinstance(v, enum.Enum) else v for v in value]
         else:
             out[f.name] = value
     return out
@@ -235,10 +238,21 @@ def _sizes(value: Any, path: str) -> list[int]:
     return list(value)
 
 
+def _objectives(value: Any, path: str) -> list[enum.Enum]:
+    """Read a word or a list of words, each once."""
+    found = [
+        _choice(Objective, word, path) for word in (value if isinstance(value, list) else [value])
+    ]
+    if not found or len(set(found)) < len(found):
+        raise ConfigError(f"{path}: got {value!r}; name one or several, each once.")
+    return found
+
+
 _FORMS: dict[Form, Callable[[Any, str], Any]] = {
     Form.BYTES: _bytes,
     Form.SIZES: _sizes,
     Form.SIZES_OR_FILE: _auto_or_sizes,
+    Form.OBJECTIVES: _objectives,
 }
 """What reads each form, given the value and the setting's path."""
 

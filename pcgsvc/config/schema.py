@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pcgsvc.config.choices import (
+    Arrivals,
     CacheAction,
     CacheMode,
     Compiler,
@@ -22,6 +23,7 @@ from pcgsvc.config.choices import (
     Job,
     Mode,
     MoeBackend,
+    Objective,
     OnMismatch,
     OnUncovered,
     Outputs,
@@ -38,6 +40,7 @@ class Form(enum.Enum):
     BYTES = "a number, or text with a unit: 256MiB"
     SIZES = "a list, or text: 1,2,4 or 1:64:8"
     SIZES_OR_FILE = "as sizes, or auto:FILE"
+    OBJECTIVES = "a word, or a list"
 
 
 @dataclass(frozen=True)
@@ -288,6 +291,11 @@ class SweepConfig:
     timeout_s: Annotated[float, Positive] | None = None
     """How long one isolated job may take, in seconds; after that it is ended and has failed. None:
     as long as it takes. At least 1."""
+    objective: Annotated[list[Objective], Form.OBJECTIVES] | None = None
+    """What is to be least, one or a list: `bench.decode_us` or `bench.mixed_us` (mean step time of
+    batches of 1 to `capture.max_size` tokens, which a job's graphs must all serve), `memory` (bytes
+    that graphs hold) or `start_s` (seconds until the runner is ready). The best job's settings are
+    written for `--config-dir`; `hydra/sweeper=optuna` searches by it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -307,6 +315,29 @@ class ExplainConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SchedulerConfig:
+    """The serving engine that is simulated where a traffic file holds requests, not steps.
+
+    Each step serves one decode step of every request that has its prompt done, then prompts in the
+    order in which they arrived.
+    """
+
+    max_num_seqs: Count = 256
+    """Most requests that run at once; at least 1."""
+    max_num_batched_tokens: Count = 2048
+    """Most tokens of a step; at least a decode step of `max_num_seqs` requests."""
+    chunk: Count | None = None
+    """Most tokens of one prompt in a step; None: what the step has room for. At least 1."""
+    speculative_len: Annotated[int, NonNegative] = 0
+    """Draft tokens that a decode step verifies per request, all taken as accepted; a request then
+    has 1 more rows than these, which is what `capture.uniform_query_len` must be. At least 0."""
+    arrivals: Arrivals | None = None
+    """`kept`: requests arrive when the file says, which needs the time of a step (`sizing.cost`, or
+    `sizing.fixed_us` and `row_us`); `closed_loop`: each arrives as soon as fewer than
+    `max_num_seqs` run. None: kept where both times are known, else closed_loop."""
+
+
+@dataclass(kw_only=True, slots=True)
 class SizingConfig:
     """How capture sizes are chosen for a traffic file: `capture.sizes=auto:FILE`, `job=sizes`."""
 
@@ -319,11 +350,18 @@ class SizingConfig:
     a step without padding; 0 to 1."""
     cost: str | None = None
     """Path of a report of `job=run` whose timings say what a step of a size costs; None: modelled
-    by `fixed_us` and `row_us`."""
+    by `fixed_us` and `row_us`, and while these are not set, counted in rows."""
     fixed_us: Annotated[float, NonNegative] = 0.0
     """Modelled time of a step without its rows, in microseconds; at least 0."""
     row_us: float = 1.0
     """Modelled time of each row of a step, in microseconds; above 0."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @property
+    def has_modelled_times(self) -> bool:
+        """Whether times were set; the defaults only count rows."""
+        unset = SizingConfig()
+        return (self.fixed_us, self.row_us) != (unset.fixed_us, unset.row_us)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -369,8 +407,8 @@ class Config:
     """Most tokens generated for `prompt`; at least 1."""
     traffic: str | None = None
     """Path of a traffic file, which `job=sizes` chooses sizes for and `job=run` replays: `.csv` or
-    `.jsonl` with num_tokens and optionally count and uniform, or `.json`: a runner's `stats()` or a
-    report."""
+    `.jsonl` with num_tokens and optionally count and uniform, `.json`: a runner's `stats()` or a
+    report, or the requests of a trace or a serving benchmark (see `sizing.scheduler`)."""
     max_traffic_calls: Count = 1000
     """Most calls that replay `traffic`; of more, this many are taken evenly. At least 1."""
     report: str | None = None

@@ -46,13 +46,14 @@ def walk(cls: type[Any] = Config, prefix: str = "") -> Iterator[Setting]:
             yield from walk(typing.cast(type[Any], kind), f"{path}.")
             continue
         default = getattr(unset, field.name)
-        is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
+        item = next(iter(typing.get_args(kind)), kind)  # of a list, what is in it
+        is_enum = isinstance(item, type) and issubclass(item, enum.Enum)
         yield Setting(
             path=path,
             kind=kind,
             default=default.value if isinstance(default, enum.Enum) else default,
             doc=docs.get(field.name, ""),
-            choices=tuple(m.value for m in kind) if is_enum else (),
+            choices=tuple(m.value for m in item) if is_enum else (),
         )
 
 

@@ -190,10 +190,10 @@ def _hand_over(argv: Sequence[str], words: argparse.Namespace, command: Command 
     codes: list[int] = []
 
     def task(composed: DictConfig) -> int:
-        codes.append(run_task(composed, None))
+        codes.append(run_task(composed, None).code)
         return codes[-1]
 
-    def launch(each: Callable[[DictConfig], int], override: str) -> None:
+    def launch(each: Callable[[DictConfig], object], override: str) -> None:
         # Hydra's parser wants all overrides in one run, so this one stands before the first.
         at = argv.index(words.overrides[0]) if words.overrides else len(argv)
         _run(hydra_main(each), [*argv[:at], override, *argv[at:]], "hydra.sweep.dir")

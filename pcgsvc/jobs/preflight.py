@@ -13,6 +13,7 @@ from pcgsvc.config import CacheAction, CacheMode, Config, Job, Strategy
 from pcgsvc.config.compose import Command
 from pcgsvc.config.devices import dtype_of, is_here
 from pcgsvc.errors import CacheError, ConfigError, near
+from pcgsvc.jobs.sweep.objective import check_objective
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.expert_group import refuse_sweep
@@ -22,8 +23,7 @@ from pcgsvc.ops.support import Support
 from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plots import has_matplotlib
-from pcgsvc.sizing.auto import plan_for
-from pcgsvc.sizing.files import read_traffic
+from pcgsvc.sizing.auto import load_traffic, plan_for
 from pcgsvc.sizing.resolve import resolve_config
 from pcgsvc.torch_private import op_exists
 
@@ -50,6 +50,8 @@ def check_command(command: Command) -> None:
         except ConfigError as error:
             where = f" (job {at + 1} of {len(configs)}; none was run)" if len(configs) > 1 else ""
             raise ConfigError(f"{error}{where}") from error
+    if command.multirun:
+        check_objective(configs, command.sweeper)
     reports = [Path(c.report).absolute() for c in configs if c.report is not None]
     for path in reports:
         if reports.count(path) > 1:
@@ -235,7 +237,8 @@ def _check_inputs(config: Config) -> None:
         plan_for(config, {})
         _check_picture(config, "sizes.png")
     elif config.traffic is not None:
-        read_traffic(config.traffic).as_dispatched(config.capture.uniform_query_len)
+        query_len = config.capture.uniform_query_len
+        load_traffic(config, config.traffic).as_dispatched(query_len)
 
 
 def _check_prompt(config: Config) -> None:

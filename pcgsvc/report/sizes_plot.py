@@ -52,7 +52,7 @@ def _draw_curve(axes: Axes, plan: SizePlan) -> None:
     times = axes.twinx()
     ratio = [p.step_us / plan.no_padding_us for p in plan.points]
     times.plot(counts, ratio, color=_BLUE, alpha=0.45, linestyle=":")
-    times.set_ylabel("time of a call ÷ without padding (dotted)")
+    times.set_ylabel("cost of a call ÷ without padding (dotted)")
     axes.legend(loc="upper right", frameon=False)
     title = f"{Path(plan.traffic.source).name}: {plan.cost.words}"
     axes.set_title(title, fontsize=9, parse_math=False)  # a file's name may hold dollars

@@ -7,16 +7,17 @@ Reads files; builds nothing.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
-from pcgsvc.config import AUTO, Config, Mode, copy, validate_sizing
+from pcgsvc.config import AUTO, Arrivals, Config, Mode, SchedulerConfig, copy, validate_sizing
 from pcgsvc.errors import ConfigError
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.support import Support
 from pcgsvc.sizing.choice import SizePlan, plan_sizes
-from pcgsvc.sizing.cost import StepCost, broken, measured, modelled, read_report
+from pcgsvc.sizing.cost import StepCost, broken, measured, modelled, read_report, rows_only
 from pcgsvc.sizing.expect import Service, service_of
 from pcgsvc.sizing.files import read_traffic
+from pcgsvc.sizing.scheduler import Pace, simulate
+from pcgsvc.sizing.traces import Trace
 from pcgsvc.sizing.traffic import Traffic
 
 
@@ -37,13 +38,8 @@ def with_sizes(config: Config, *, own_module: bool = False) -> tuple[Config, Siz
         return config, None
     validate_sizing(config)
     path = word.removeprefix(AUTO)
-    traffic = _named("capture.sizes", path)
-    if config.mode is Mode.NONE:  # nothing is captured; sizes as for graphs that serve every call
-        query_len = config.capture.uniform_query_len
-        service = Service(decode=Mode.PIECEWISE, mixed=Mode.PIECEWISE, query_len=query_len)
-    else:
-        service = service_for(config, None if own_module else support_of(config))
-    plan = _plan(config, traffic, service)
+    service = _service(config, None if own_module else support_of(config))
+    plan = _plan(config, _named("capture.sizes", path, config, service), service)
     out = copy(config)
     out.capture.sizes = plan.chosen.sizes
     return out, plan
@@ -64,13 +60,80 @@ def plan_for(config: Config, compare: dict[str, list[int]]) -> SizePlan:
     if config.mode is Mode.NONE:
         raise ConfigError("mode: got 'none' with job=sizes; choose a mode that captures graphs.")
     validate_sizing(config)
-    traffic = _named("traffic", config.traffic)
-    return _plan(config, traffic, service_for(config, support_of(config)), compare)
+    service = _service(config, support_of(config))
+    return _plan(config, _named("traffic", config.traffic, config, service), service, compare)
+
+
+def load_traffic(config: Config, path: str, service: Service | None = None) -> Traffic:
+    """Return the calls of a traffic file; requests become those of the simulated scheduler.
+
+    Args:
+        config: its `sizing.*` say what the scheduler does and what a step takes.
+        path: of the file.
+        service: which modes serve the traffic; None: as far as the config says.
+
+    Raises:
+        ConfigError: the file, or the cost, cannot be used; or the scheduler's settings do not fit
+            the file or the runner.
+    """
+    found = read_traffic(path)
+    if isinstance(found, Traffic):
+        return found
+    scheduler, query_len = config.sizing.scheduler, config.capture.uniform_query_len
+    if query_len != 1 + scheduler.speculative_len:
+        raise ConfigError(
+            f"capture.uniform_query_len: got {query_len} with sizing.scheduler.speculative_len="
+            f"{scheduler.speculative_len}, whose decode steps have {1 + scheduler.speculative_len} "
+            "rows per request; set one to fit the other."
+        )
+    pace = _pace(config, found, service or _service(config, support_of(config)))
+    arrivals = Arrivals.CLOSED_LOOP if pace is None else Arrivals.KEPT
+    traffic = simulate(found, dataclasses.replace(scheduler, arrivals=arrivals), pace)
+    assert traffic.simulation is not None
+    most, needed = config.attention.max_num_reqs, traffic.simulation.max_requests
+    if most is not None and most < needed:
+        raise ConfigError(
+            f"attention.max_num_reqs: got {most}, but steps of '{path}' have up to {needed} "
+            "requests; lower sizing.scheduler.max_num_seqs to it, or leave attention.max_num_reqs "
+            "out."
+        )
+    return traffic
+
+
+def _pace(config: Config, trace: Trace, service: Service) -> Pace | None:
+    """Return what a step takes where arrivals are kept; None: a closed loop."""
+    arrivals, sizing = config.sizing.scheduler.arrivals, config.sizing
+    timed = sizing.cost is not None or sizing.has_modelled_times
+    if arrivals is Arrivals.KEPT and not (timed and trace.has_times):
+        missing = (
+            "the time of a step is not known; set sizing.cost=report.json, or sizing.fixed_us and "
+            "sizing.row_us"
+            if trace.has_times
+            else f"'{trace.source}' does not say when requests arrive"
+        )
+        raise ConfigError(f"sizing.scheduler.arrivals: got 'kept', but {missing}.")
+    if arrivals is Arrivals.CLOSED_LOOP or not (timed and trace.has_times):
+        return None
+    cost = cost_for(config, service)
+
+    def pace(rows: int, uniform: bool) -> float:
+        mode = service.decode if uniform else service.mixed
+        return 1e-6 * float(cost.graphs.get(mode, cost.plain).at(rows))
+
+    return pace
 
 
 def support_of(config: Config) -> Support:
     """Return what the configured attention backend allows."""
     return find_backend(config.attention.name).cudagraph_support
+
+
+def _service(config: Config, support: Support | None) -> Service:
+    """Return which modes serve the traffic; where none does, as for graphs that serve all."""
+    if config.mode is Mode.NONE:
+        query_len = config.capture.uniform_query_len
+        return Service(decode=Mode.PIECEWISE, mixed=Mode.PIECEWISE, query_len=query_len)
+    return service_for(config, support)
 
 
 def service_for(config: Config, support: Support | None) -> Service:
@@ -96,7 +159,9 @@ def cost_for(config: Config, service: Service) -> StepCost:
     sizing = config.sizing
     if sizing.cost is not None:
         return measured(sizing.cost, service.modes)
-    return modelled(sizing.fixed_us, sizing.row_us)
+    if sizing.has_modelled_times:
+        return modelled(sizing.fixed_us, sizing.row_us)
+    return rows_only()
 
 
 def _plan(
@@ -106,13 +171,18 @@ def _plan(
     compare: dict[str, list[int]] | None = None,
 ) -> SizePlan:
     cost, max_size = cost_for(config, service), config.capture.max_size
-    return plan_sizes(traffic, service, cost, config.sizing, max_size=max_size, compare=compare)
+    plan = plan_sizes(traffic, service, cost, config.sizing, max_size=max_size, compare=compare)
+    if traffic.simulation is None and config.sizing.scheduler != SchedulerConfig():
+        plan.notes.append(f"sizing.scheduler.* is not read: {traffic.source} holds calls")
+    return plan
 
 
-def _named(setting: str, path: str) -> Traffic:
-    """Read a traffic file for a setting; errors begin with its name."""
+def _named(setting: str, path: str, config: Config, service: Service) -> Traffic:
+    """Load a traffic file for a setting; errors of the file begin with its name."""
     try:
-        return read_traffic(Path(path))
+        return load_traffic(config, path, service)
     except ConfigError as error:
         words = str(error)
+        if not words.startswith("traffic: "):
+            raise
         raise ConfigError(f"{setting}: {words.removeprefix('traffic: ')}") from error

@@ -70,6 +70,10 @@ class SizePlan:
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON types."""
+        simulation = self.traffic.simulation
+        recommended = {**_point(self.chosen), "why": self.why, "override": self.override}
+        if simulation is not None:
+            recommended |= {"mode": self.mode.value, "max_requests": self.max_requests}
         return {
             "traffic": {
                 "file": self.traffic.source,
@@ -78,13 +82,15 @@ class SizePlan:
                 "rows": self.traffic.num_rows,
                 "distinct": self.num_distinct,
                 "uncovered_calls": self.uncovered,
+                "simulation": None if simulation is None else simulation.as_json(),
             },
             "cost": self.cost.words,
+            "cost_unit": self.cost.unit,
             "mode": {"decode": self.service.decode.value, "mixed": self.service.mixed.value},
             "no_padding_us": self.no_padding_us,
             "curve": [_point(p) for p in self.points],
             "others": {name: _point(p) for name, p in self.others.items()},
-            "recommended": {**_point(self.chosen), "why": self.why, "override": self.override},
+            "recommended": recommended,
             "notes": list(self.notes),
         }
 
@@ -92,6 +98,30 @@ class SizePlan:
     def override(self) -> str:
         """What to put on the command line; quote it for the shell."""
         return f"capture.sizes=[{','.join(map(str, self.chosen.sizes))}]"
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that captures what the traffic uses, and no more."""
+        decode, mixed = self.service.decode, self.service.mixed
+        if decode is mixed or not self.traffic.uniform:
+            return mixed
+        if mixed is Mode.NONE or not self.traffic.general:
+            return Mode.FULL_DECODE_ONLY
+        return Mode.FULL_AND_PIECEWISE
+
+    @property
+    def max_requests(self) -> int | None:
+        """Most requests of a step and of the entry that serves the largest uniform one.
+
+        None: the file holds calls, whose requests are not known.
+        """
+        if self.traffic.simulation is None:
+            return None
+        query_len = self.service.query_len
+        largest = max(self.traffic.uniform, default=0)
+        padded = [s for s in self.chosen.sizes if s >= largest and s % query_len == 0]
+        own = min(padded, default=0) // query_len if largest else 0
+        return max(self.traffic.simulation.max_requests, own)
 
 
 def _point(point: Point) -> dict[str, Any]:
@@ -143,7 +173,7 @@ def plan_sizes(
     ]
     least = forecast.of([int(c) for c in candidates]).step_us
     at, why = _knee([p.step_us for p in points], least, sizing.min_gain)
-    notes = []
+    notes = [] if traffic.simulation is None else list(traffic.simulation.notes)
     if sizing.count is not None:
         at, why = min(sizing.count, len(points)) - 1, f"sizing.count={sizing.count}"
     if len(points) < wanted:

@@ -1,4 +1,4 @@
-"""What a step costs by size: measured by a report's bench rows, or modelled.
+"""What a step costs by size: measured by a report's bench rows, modelled, or its rows.
 
 In: a report, or two numbers. Out: `StepCost`: microseconds and bytes by size. Knows nothing of
 traffic.
@@ -6,6 +6,7 @@ traffic.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,6 +87,8 @@ class StepCost:
     """Of a replay, by `Mode.FULL` and `Mode.PIECEWISE`."""
     plain: Curve
     """Of a call that no graph serves."""
+    unit: str = "us"
+    """Of all figures: `us`, or `rows` while no time is known."""
     memory: Memory | None = None
     measured: tuple[int, int] | None = None
     """Smallest and largest measured size; None: modelled."""
@@ -101,6 +104,12 @@ def modelled(fixed_us: float, row_us: float) -> StepCost:
         graphs={Mode.FULL: line, Mode.PIECEWISE: line},
         plain=line,
     )
+
+
+def rows_only() -> StepCost:
+    """Return a cost of one per row, where no time is known."""
+    words = "rows, no times; sizing.cost=report.json, the report of a run, measures them"
+    return dataclasses.replace(modelled(0.0, 1.0), words=words, unit="rows")
 
 
 def measured(path: str | Path, modes: Iterable[Mode]) -> StepCost:

@@ -1,7 +1,7 @@
-"""Traffic files: CSV, JSON lines, or what a runner recorded.
+"""Traffic files: CSV, JSON lines, what a runner recorded, or a trace of requests.
 
-In: a path. Out: `Traffic`, or a `ConfigError` with the line and what was got there. Knows nothing
-of graphs or costs.
+In: a path. Out: `Traffic`, or the `Trace` that it is simulated from, or a `ConfigError` with the
+line and what was got there. Knows nothing of graphs or costs.
 
 Real traffic repeats itself, so lines are counted first and each different one is read once: memory
 is that of the different lines of one chunk, and a file of any length may come.
@@ -11,13 +11,23 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pcgsvc.errors import ConfigError, near
+from pcgsvc.sizing.traces import (
+    CSV_FORMS,
+    MOONCAKE,
+    BadRowError,
+    Trace,
+    Values,
+    bad_row,
+    read_benchmark,
+    read_requests,
+    whole,
+)
 from pcgsvc.sizing.traffic import MAX_TOKENS, Traffic, make_traffic
 
 COLUMNS = ("num_tokens", "count", "uniform")
@@ -30,37 +40,37 @@ Row = tuple[int, bool, int]
 """Row count, uniform, calls."""
 
 
-class _BadRowError(Exception):
-    """What is wrong with a row; the reader of the file adds the line."""
+def read_traffic(path: str | Path) -> Traffic | Trace:
+    """Read a traffic file, by its suffix and its columns.
 
+    Of calls, `.csv`: a header with `num_tokens` and any of `count` and `uniform`, in any order.
+    `.jsonl`: an object with these keys per line. `.json`: `runner.stats()`, or a report. `count` is
+    1 and `uniform` false where they are left out.
 
-def read_traffic(path: str | Path) -> Traffic:
-    """Read a traffic file, by its suffix.
-
-    `.csv`: a header with `num_tokens` and any of `count` and `uniform`, in any order. `.jsonl`: an
-    object with these keys per line. `.json`: `runner.stats()`, or a report. `count` is 1 and
-    `uniform` false where they are left out.
+    Of requests, `.csv`: Azure's or BurstGPT's trace. `.jsonl`: Mooncake's trace, or one result of
+    SGLang's benchmark. `.json`: a result of vLLM's benchmark.
 
     Raises:
         ConfigError: the file is missing, empty or of another form; of a bad row, its line number
             (the header is line 1) and what was got.
     """
     path = Path(path)
-    readers: dict[str, Callable[[Path], Counter[tuple[int, bool]]]] = {
+    readers: dict[str, Callable[[Path], Counter[tuple[int, bool]] | Trace]] = {
         ".csv": _read_csv,
         ".jsonl": _read_json_lines,
-        ".json": _read_recorded,
+        ".json": _read_json,
     }
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(
             f"traffic: '{path}': the suffix decides how a traffic file is read: .csv or .jsonl "
-            f"({_FORM}), or .json (a runner's stats(), or a report)."
+            f"({_FORM}, or a trace of requests), or .json (a runner's stats(), a report, or a "
+            "benchmark's result)."
         )
     try:
         if path.stat().st_size == 0:
             raise ConfigError(f"traffic: '{path}' is empty; {_FORM} is needed.")
-        return make_traffic(str(path), reader(path))
+        found = reader(path)
     except FileNotFoundError:
         raise ConfigError(f"traffic: '{path}' does not exist; name a file of {_FORM}.") from None
     except UnicodeDecodeError as error:
@@ -69,61 +79,45 @@ def read_traffic(path: str | Path) -> Traffic:
         ) from error
     except OSError as error:
         raise ConfigError(f"traffic: '{path}' cannot be read: {error.strerror}.") from error
+    return found if isinstance(found, Trace) else make_traffic(str(path), found)
 
 
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def _whole(name: str, value: Any, most: int) -> int:
-    """Check a number of a row; text is a CSV's."""
-    if isinstance(value, str):
-        if re.fullmatch(r"-?[0-9]{1,100}", value) is None:
-            raise _BadRowError(f"{name} is {value!r}, a whole number is needed")
-        value = int(value)
-    if type(value) is not int:
-        raise _BadRowError(f"{name} is {value!r}, a whole number is needed")
-    if not 1 <= value <= most:
-        raise _BadRowError(f"{name} is {value}, 1 to {most} is possible")
-    return value
-
-
 def _flag(value: Any) -> bool:
     found = _BOOLS.get(value.lower()) if isinstance(value, str) else value
     if type(found) is not bool:
-        raise _BadRowError(f"uniform is {value!r}, true or false is needed")
+        raise BadRowError(f"uniform is {value!r}, true or false is needed")
     return found
 
 
-def _row(values: Mapping[str, Any]) -> Row:
+def _row(values: Values) -> Row:
     """Check the values of one row by column."""
     if "num_tokens" not in values:
-        raise _BadRowError(f"num_tokens is missing; there is {', '.join(values) or 'nothing'}")
+        raise BadRowError(f"num_tokens is missing; there is {', '.join(values) or 'nothing'}")
     unknown = [name for name in values if name not in COLUMNS]
     if unknown:
-        raise _BadRowError(f"{unknown[0]!r} is not known{near(unknown[0], COLUMNS)}")
+        raise BadRowError(f"{unknown[0]!r} is not known{near(unknown[0], COLUMNS)}")
     return (
-        _whole("num_tokens", values["num_tokens"], MAX_TOKENS),
+        whole("num_tokens", values["num_tokens"], 1, MAX_TOKENS),
         _flag(values.get("uniform", False)),
-        _whole("count", values.get("count", 1), 10**15),
+        whole("count", values.get("count", 1), 1, 10**15),
     )
 
 
 def _count_lines(
-    path: Path, lines: Iterator[str], first: int, parse: Callable[[str], Row]
+    path: Path, lines: Iterator[str], first: int, parse: Callable[[str], Values]
 ) -> Counter[tuple[int, bool]]:
     """Add up lines of which the first one has the number `first`."""
     calls: Counter[tuple[int, bool]] = Counter()
     while chunk := list(itertools.islice(lines, _CHUNK)):
         for line, times in Counter(chunk).items():
             try:
-                rows, uniform, count = parse(line)
-            except _BadRowError as error:
-                at = first + chunk.index(line)
-                got = line.strip()
-                shown = f"{got[:57]}..." if len(got) > 60 else got
-                raise ConfigError(
-                    f"traffic: '{path}', line {at}: got {shown!r}: {error}. A row is {_FORM}."
-                ) from error
+                rows, uniform, count = _row(parse(line))
+            except BadRowError as error:
+                where = f"line {first + chunk.index(line)}"
+                raise bad_row(path, where, line.strip(), error, _FORM) from error
             calls[rows, uniform] += count * times
         first += len(chunk)
     return calls
@@ -138,35 +132,41 @@ def _cells(line: str) -> list[str]:
     return [c[1:-1] if len(c) > 1 and c[0] == c[-1] == '"' else c for c in cells]
 
 
-def _read_csv(path: Path) -> Counter[tuple[int, bool]]:
+def _read_csv(path: Path) -> Counter[tuple[int, bool]] | Trace:
     with path.open(encoding="utf-8-sig") as file:
-        columns = _header(path, file.readline())
+        header = file.readline()
+        columns = _cells(header)
 
-        def parse(line: str) -> Row:
+        def parse(line: str) -> Values:
             cells = _cells(line)
             if cells == [""]:
-                raise _BadRowError("the row is empty")
+                raise BadRowError("the row is empty")
             if len(cells) != len(columns):
-                raise _BadRowError(
+                raise BadRowError(
                     f"{len(cells)} values for the {len(columns)} columns {','.join(columns)}"
                 )
-            return _row(dict(zip(columns, cells, strict=True)))
+            return dict(zip(columns, cells, strict=True))
 
+        for form in CSV_FORMS:
+            if all(columns.count(name) == 1 for name in form.columns):
+                return read_requests(path, form, enumerate(file, 2), parse)
+        _check_header(path, header, columns)
         calls = _count_lines(path, file, 2, parse)
     if not calls:
         raise ConfigError(f"traffic: '{path}' has a header and no rows.")
     return calls
 
 
-def _header(path: Path, line: str) -> Sequence[str]:
-    columns = _cells(line)
+def _check_header(path: Path, line: str, columns: Sequence[str]) -> None:
     wrong = [c for c in columns if c not in COLUMNS]
     if wrong or "num_tokens" not in columns or len(set(columns)) != len(columns):
-        hint = near(wrong[0], COLUMNS) if wrong else "."
+        traces = [name for form in CSV_FORMS for name in form.columns]
+        hint = near(wrong[0], [*COLUMNS, *traces]) if wrong else "."
+        known = " or ".join(f"{form.name}'s ({','.join(form.columns)})" for form in CSV_FORMS)
         raise ConfigError(
-            f"traffic: '{path}', line 1: got {line.strip()!r}, the header {_FORM} is needed{hint}"
+            f"traffic: '{path}', line 1: got {line.strip()!r}, the header {_FORM} is needed, or "
+            f"{known}{hint}"
         )
-    return columns
 
 
 # ---- JSON ----------------------------------------------------------------------------------------
@@ -175,48 +175,71 @@ def _header(path: Path, line: str) -> Sequence[str]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _BadRowError("a key appears twice")
+        raise BadRowError("a key appears twice")
     return found
 
 
-def _read_json_lines(path: Path) -> Counter[tuple[int, bool]]:
-    def parse(line: str) -> Row:
-        if not line.strip():
-            raise _BadRowError("the row is empty")
-        try:
-            values = json.loads(line, object_pairs_hook=_object)
-        except (ValueError, RecursionError) as error:
-            raise _BadRowError(f"it is no JSON ({error})") from error
-        if not isinstance(values, dict):
-            raise _BadRowError("an object is needed")
-        return _row(values)
+def _json_values(line: str) -> Values:
+    if not line.strip():
+        raise BadRowError("the row is empty")
+    try:
+        values = json.loads(line, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(f"it is no JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise BadRowError("an object is needed")
+    return values
 
+
+def _read_json_lines(path: Path) -> Counter[tuple[int, bool]] | Trace:
     with path.open(encoding="utf-8-sig") as file:
-        return _count_lines(path, file, 1, parse)
+        first = file.readline()
+        lines = itertools.chain([first], file)
+        try:
+            values = _json_values(first)
+        except BadRowError:
+            values = {}  # the reader of calls says what is wrong
+        if MOONCAKE.prompt in values or MOONCAKE.output in values:
+            return read_requests(path, MOONCAKE, enumerate(lines, 1), _json_values)
+        if "input_lens" in values:
+            if more := sum(1 for line in file if line.strip()):
+                raise ConfigError(
+                    f"traffic: '{path}' holds the results of {more + 1} benchmarks, one a line; "
+                    "keep one."
+                )
+            return read_benchmark(path, values)
+        return _count_lines(path, lines, 1, _json_values)
 
 
-def _read_recorded(path: Path) -> Counter[tuple[int, bool]]:
-    """Read the calls that a runner counted, from its stats or from a report's `dispatch`."""
+def _read_json(path: Path) -> Counter[tuple[int, bool]] | Trace:
     try:
         tree = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise
         raise ConfigError(f"traffic: '{path}' is no JSON: {error}.") from error
+    if isinstance(tree, dict) and "input_lens" in tree:
+        return read_benchmark(path, tree)
+    return _recorded(path, tree)
+
+
+def _recorded(path: Path, tree: Any) -> Counter[tuple[int, bool]]:
+    """Read the calls that a runner counted, from its stats or from a report's `dispatch`."""
     stats = tree.get("dispatch", tree) if isinstance(tree, dict) else tree
     if not isinstance(stats, dict) or not isinstance(stats.get("calls"), list):
         what = type(tree).__name__ if not isinstance(tree, dict) else ", ".join(tree) or "nothing"
         raise ConfigError(
             f"traffic: '{path}' holds {what}; runner.stats(), or a report with dispatch.calls, is "
-            "needed (job=plan and job=compile write none). Rows are read from .csv or .jsonl."
+            "needed (job=plan and job=compile write none), or a benchmark's result with input_lens "
+            "(vLLM: --save-detailed, SGLang: --output-details). Rows are read from .csv or .jsonl."
         )
     calls: Counter[tuple[int, bool]] = Counter()
     for at, values in enumerate(stats["calls"]):
         try:
             if not isinstance(values, dict):
-                raise _BadRowError("an object is needed")
+                raise BadRowError("an object is needed")
             rows, uniform, count = _row(values)
-        except _BadRowError as error:
+        except BadRowError as error:
             raise ConfigError(
                 f"traffic: '{path}', calls[{at}]: got {values!r}: {error}. A row is {_FORM}."
             ) from error

@@ -9,13 +9,57 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from pcgsvc.config import SchedulerConfig, to_dict
 from pcgsvc.errors import ConfigError
 
 MAX_TOKENS = 2**31 - 1
 """Rows of one call: the step metadata is int32."""
 MAX_ROWS = 2**53
 """Rows of all calls together: up to here a float64 holds every sum exactly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """The requests of a trace, and the steps that the simulated scheduler made of them."""
+
+    form: str
+    """Whose trace it is."""
+    num_requests: int
+    left_out: int
+    """Requests without output tokens, which failed."""
+    prompt_tokens: int
+    output_tokens: int
+    scheduler: SchedulerConfig
+    """As simulated: `arrivals` is decided."""
+    kinds: Mapping[str, Mapping[int, int]]
+    """Steps by row count, ascending, of `decode`, `prefill` and `mixed` steps."""
+    max_requests: int
+    """Most requests of a step."""
+    notes: list[str]
+    """What was not simulated."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON types; of each kind of steps their number and row counts."""
+        return {
+            "form": self.form,
+            "requests": self.num_requests,
+            "left_out": self.left_out,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "scheduler": to_dict(self.scheduler),
+            "steps": {
+                kind: {
+                    "count": sum(calls.values()),
+                    "rows": sum(rows * count for rows, count in calls.items()),
+                    "smallest": min(calls, default=0),
+                    "largest": max(calls, default=0),
+                }
+                for kind, calls in self.kinds.items()
+            },
+            "max_requests": self.max_requests,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +72,8 @@ class Traffic:
     """Calls by row count, of batches that are no uniform decode batches."""
     uniform: Mapping[int, int]
     """Calls by row count, of batches whose requests have `capture.uniform_query_len` rows each."""
+    simulation: Simulation | None = None
+    """What the calls come from; None: a file of calls."""
 
     @property
     def num_calls(self) -> int:

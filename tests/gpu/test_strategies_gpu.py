@@ -81,6 +81,12 @@ def test_an_op_tagged_cudagraph_unsafe_is_a_boundary_without_being_named(strateg
             torch.testing.assert_close(runner(x), module(x), atol=1e-4, rtol=1e-4)
 
 
+@pcgsvc.splitting_op("strategytest::double", mutates_args=("out",), support="never")
+def double(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Double."""
+    out.copy_(x * 2)
+
+
 @pcgsvc.eager_break
 def clip(x: torch.Tensor, out: torch.Tensor) -> None:
     """Branch on a device value of the true rows, which only a break may do."""
@@ -117,6 +123,27 @@ def test_a_model_that_cannot_be_traced_whole_runs_under_breakable() -> None:
     with pytest.raises(pcgsvc.PcgError, match=r"test_strategies_gpu\.py:\d+") as caught:
         pcgsvc.build_runner(module, example, dynamic_dims={"x": 0}, config=fx)
     assert "breakable" in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["fx", "breakable"])
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_first_segment_that_only_allocates_is_no_segment(strategy: str, computes: bool) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        torch.ops.strategytest.double(x, out)
+        return out + 1 if computes else out
+
+    example = {"x": torch.randn(4, 32, device="cuda")}
+    overrides = ["compiler=eager", "mode=piecewise", "capture.sizes=[4,8]", "dtype=float32"]
+    config = pcgsvc.load_config([*overrides, f"partition.strategy={strategy}"])
+    with pcgsvc.build_runner(forward, example, dynamic_dims={"x": 0}, config=config) as runner:
+        torch.cuda.empty_cache()
+        other = torch.zeros(1 << 20, device="cuda")  # would take memory that nothing keeps
+        for count in (3, 8):
+            x = torch.randn(count, 32, device="cuda")
+            assert torch.equal(runner(x), x * 2 + 1 if computes else x * 2)
+        assert not other.any()
+        assert runner.stats()["hits"] == {"piecewise:4": 1, "piecewise:8": 1}
 
 
 def test_the_inductor_strategy_starts_warm(tmp_path: Path) -> None:

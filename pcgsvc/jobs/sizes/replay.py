@@ -19,9 +19,9 @@ from pcgsvc.errors import UncoveredError
 from pcgsvc.events import Progress
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
 from pcgsvc.serve.runner import Runner
+from pcgsvc.sizing.auto import load_traffic
 from pcgsvc.sizing.cost import modelled
 from pcgsvc.sizing.expect import Forecast, Service
-from pcgsvc.sizing.files import read_traffic
 from pcgsvc.sizing.traffic import Traffic
 
 Call = tuple[int, bool]
@@ -46,7 +46,7 @@ def replay(runner: Runner, config: Config, progress: Progress) -> dict[str, Any]
     """
     assert config.traffic is not None
     query_len = runner.request.config.capture.uniform_query_len
-    traffic = read_traffic(config.traffic).as_dispatched(query_len)
+    traffic = load_traffic(config, config.traffic).as_dispatched(query_len)
     calls = sample(traffic, config.max_traffic_calls)
     rng, generator = random.Random(config.seed), torch.Generator().manual_seed(config.seed)
     rng.shuffle(calls)

@@ -35,10 +35,10 @@ class Membership:
     """Number of its jobs; None: only the sweeper knows."""
 
 
-def run_task(composed: DictConfig, membership: Membership | None) -> int:
+def run_task(composed: DictConfig, membership: Membership | None) -> Outcome:
     """Run one job; `membership` is None for a job that is no part of a sweep."""
     if membership is None:
-        return _run(composed, may_isolate=False).code
+        return _run(composed, may_isolate=False)
     hydra = HydraConfig.get()
     record = Record(
         sweep=membership.sweep,
@@ -61,7 +61,7 @@ def run_task(composed: DictConfig, membership: Membership | None) -> int:
     )
     write_record(record)
     _log(record, membership.total)
-    return OK if outcome.code == OK else FAILED
+    return outcome if outcome.code == OK else replace(outcome, code=FAILED)
 
 
 def _run(composed: DictConfig, *, may_isolate: bool) -> Outcome:

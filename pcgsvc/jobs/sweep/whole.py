@@ -23,10 +23,12 @@ from typing import Any
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+from rich.markup import escape
 
 from pcgsvc.config.compose import Command
 from pcgsvc.errors import ConfigError
 from pcgsvc.events import Progress
+from pcgsvc.jobs.sweep.objective import result_of, write_best
 from pcgsvc.jobs.sweep.outcome import FAILED, OK
 from pcgsvc.jobs.sweep.records import Record, Status, read_records
 from pcgsvc.jobs.sweep.task import Membership, run_task
@@ -36,7 +38,7 @@ from pcgsvc.report.progress import progress_for
 from pcgsvc.report.rows import Facts, Row, facts_of
 from pcgsvc.report.tables import console
 
-Task = Callable[[DictConfig], int]
+Task = Callable[[DictConfig], object]
 
 _CURRENT: ContextVar[Watch | None] = ContextVar("_CURRENT", default=None)
 
@@ -63,8 +65,10 @@ def run_sweep(
     total = None if command.overrides is None else len(command.overrides)
     membership = Membership(uuid.uuid4().hex, total)
 
-    def task(composed: DictConfig) -> int:  # a launcher may send it to another process
-        return run_task(composed, membership)
+    # A launcher may send it to another process.
+    def task(composed: DictConfig) -> int | float | list[float]:
+        outcome = run_task(composed, membership)
+        return result_of(outcome.code, outcome.report, composed.sweep.objective)
 
     error: BaseException | None = None
     with term_interrupts(), watching(total) as watch:
@@ -164,6 +168,9 @@ def _show(records: Sequence[Record], folder: Path) -> int | None:
     jobs = f"{len(rows)} job{'s' if len(rows) > 1 else ''}"
     title = f"sweep of {jobs}: {', '.join(f'{n} {status}' for status, n in counts.items())}"
     show_and_write(console(), title, rows, folder)
+    for path in write_best(rows, folder):
+        use = f"--config-dir={path.parents[1]} preset={path.stem}"
+        console().print(f"[bold]best[/]      {escape(use)}", soft_wrap=True)
     return OK if all(row.ok for row in rows) else FAILED
 
 
