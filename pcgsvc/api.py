@@ -23,7 +23,7 @@ from pcgsvc.serve.runner import Runner
 Settings = Config | Mapping[str, Any]
 """What is accepted wherever a config is: a `Config`, a nested dict, or OmegaConf's DictConfig."""
 
-_COMPILE = "pcgsvc.compile(model, (x,), mode='piecewise', capture={'max_size': 32})"
+_COMPILE = "pcgsvc.compile(model, (x,), dynamic_dims={'x': 0}, capture={'max_size': 32})"
 _LOAD = "pcgsvc.load('llama', mode='piecewise', capture={'max_size': 32})"
 _BUILD = "pcgsvc.build_runner(model, (x,), dynamic_dims={'x': 0}, config={'mode': 'piecewise'})"
 _CONFIG = "pcgsvc.load_config(['mode=piecewise'], config_dir=None, config=None)"
@@ -32,6 +32,8 @@ _NOT_READ = {
     "device": "the runner is where the model and its inputs are; move them with .to()",
     "dtype": "the model has its dtype already; change it with model.to()",
     "attention": "a model that calls pcgsvc::attention goes to pcgsvc.build_runner(attention=…)",
+    "preset": "it picks values on the command line and in pcgsvc.load(['preset=…']); name those",
+    "size": "the row counts that are captured are sizes=[1, 2, 4]",
     "config": "settings are given by name, or a dict of them as **settings",
 } | dict.fromkeys(
     [
@@ -261,4 +263,4 @@ def _shown(call: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{error}\nA call that works: {call}") from error.__cause__
+        raise ConfigError(f"{error}\nThe form of a call: {call}") from error.__cause__

@@ -63,6 +63,14 @@ def count(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def memory(num_bytes: int) -> str:
+    """Return bytes in the unit that people read."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
 PHASES = ("import", "weights", "trace", "split", "compile", "load", "warmup", "capture", "total")
 """What `Phases.seconds` always has, in the order of the report."""
 

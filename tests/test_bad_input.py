@@ -197,7 +197,7 @@ def test_an_argument_of_another_kind_is_a_pcg_error(
     "bad", sorted(set(BAD) - {"an empty list", "an empty tuple", "an empty dict"})
 )
 def test_load_of_another_kind_is_a_pcg_error(bad: str) -> None:
-    with pytest.raises(pcgsvc.PcgError, match=r"A call that works: pcgsvc\.load\("):
+    with pytest.raises(pcgsvc.PcgError, match=r"The form of a call: pcgsvc\.load\("):
         pcgsvc.load(BAD[bad])
 
 

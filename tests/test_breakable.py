@@ -156,6 +156,27 @@ def test_a_print_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hello" in capsys.readouterr().out
 
 
+def test_a_print_in_a_break_is_not_reported_since_replays_repeat_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @pcgsvc.eager_break
+    def step(x: torch.Tensor, out: torch.Tensor) -> None:
+        print("stepped")  # noqa: T201 - the subject
+        out.copy_(x)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        out = torch.empty_like(y)
+        step(y, out)
+        return out + 1
+
+    with build(forward) as runner:
+        assert not any("prints" in w for w in runner.report["warnings"])
+        capsys.readouterr()
+        runner(rows(3))
+    assert capsys.readouterr().out == "stepped\n"
+
+
 def test_outside_a_capture_an_eager_break_is_an_ordinary_function() -> None:
     x, out = rows(3), torch.empty(3, WIDTH)
     numbered(x, out, 2)

@@ -217,7 +217,14 @@ BAD = [
     ("capture.sizes=[1,2", r"\[1,2"),
     ("prompt=what, when", r"prompt"),
     ("prompt=3", r"""^prompt: got 3, text is needed; write prompt='"3"'"""),
-    ("model=lama", r"'model/lama'[\s\S]*llama[\s\S]*smollm2"),
+    (
+        "model=lama",
+        r"^model: got 'lama'; did you mean 'llama'\? Choices: encoder, .*two_regions\.$",
+    ),
+    ("preset=q", r"^preset: got 'q'\. Choices: debug, fast, safe\.$"),
+    ("plan", r"^plan: a setting is written name=value; did you mean job=plan\?"),
+    ("zzz", r"^zzz: a setting is written name=value\. pcgsvc -h"),
+    ("capture.sizes=[1,", r"\nQuote lists"),  # what a space in a list makes of it
     ("strict=maybe", r"^strict: got 'maybe', true or false is needed"),
     ("seed=1.5", r"^seed: got 1\.5, a whole number is needed"),
     ("report=${hydra:runtime.output_dir}/r.json", r"only while a job runs"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -251,15 +252,21 @@ def test_load_gives_a_runner_of_a_named_model() -> None:
 # ---- what one reads ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("name", "way"), [("size", "sizes="), ("preset", "pcgsvc.load")])
+def test_a_name_that_is_elsewhere_is_answered_with_where(name: str, way: str) -> None:
+    with pytest.raises(pcgsvc.ConfigError, match=f"^{name}: not read .*{way}"):
+        pcgsvc.compile(mlp(), (rows(3, width=8),), **{name: "safe"})
+
+
 def test_a_runner_prints_as_five_lines(tmp_path: Any) -> None:
     call = {"sizes": [1, 4], "cache": {"dir": str(tmp_path)}}
     for start in ("cold, 1 region compiled, 0 loaded", "warm, 0 regions compiled, 1 loaded"):
         with pcgsvc.compile(mlp(), (rows(3, width=8),), **call) as runner:
             lines = repr(runner).split("\n")
         assert lines[0] == "pcgsvc.Runner of Sequential on cpu, float32"
-        assert lines[1].startswith("  modes: full (full_and_piecewise asked for)")
+        assert lines[1] == "  modes: full (full_and_piecewise asked for), for all batches"
         assert lines[2] == "  sizes: 1, 4"
-        assert lines[3].startswith("  graphs: 2 recorded, ")
+        assert re.fullmatch(r"  graphs: 2 recorded, [\d.]+ K?i?B", lines[3])
         assert lines[4].startswith(f"  start: {start}, ")
         assert len(lines) == 5
     assert repr(runner).split("\n")[0].endswith(", closed")

@@ -134,6 +134,14 @@ def test_the_example_is_a_report(report: dict[str, Any], validate_report: Any) -
 # ---- what people read ----------------------------------------------------------------------------
 
 
+def test_a_mode_that_is_the_same_for_all_batches_is_said_once(report: dict[str, Any]) -> None:
+    report["mode"] |= {"resolved": "piecewise", "decode": "piecewise", "mixed": "piecewise"}
+    report["graphs"]["pool_bytes"] = 28 << 10
+    text = shown(report, 200)
+    assert "piecewise, not full, for all batches\n" in text.replace(" \n", "\n").replace("  ", "")
+    assert "; 28.0 KiB pool" in text
+
+
 def test_summary_says_what_was_built_and_found(report: dict[str, Any]) -> None:
     text = shown(report, 200)
     for fact in (

@@ -133,6 +133,7 @@ def test_a_setting_that_matters_is_a_miss_and_explain_names_exactly_that(
     refused = cached_cli("cache.require_warm=true", words)
     assert refused.code == 1
     assert fact in refused.log + refused.out
+    assert "nearest stored program" not in told.out + refused.log + refused.out  # said once
     assert not refused.reports
 
 

@@ -36,6 +36,10 @@ def branch(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(x if x.sum() > 0 else -x)
 
 
+def item_branch(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x if x.sum().item() > 0 else -x)
+
+
 def prints(x: torch.Tensor, out: torch.Tensor) -> None:
     print("stepped", x.shape[1])  # noqa: T201 - the claim
     out.copy_(x)
@@ -45,10 +49,21 @@ def sizes(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(x * x[x[:, 0] > 0].sum())
 
 
+@pcgsvc.splitting_op("whose_mistake::whole", mutates_args=("out",))
+def whole(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x * x.sum().item())
+
+
+@pcgsvc.splitting_op("whose_mistake::doubled", mutates_args=("out",))
+def doubled(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x * 2)
+
+
 STEPS: dict[str, tuple[Callable[..., None], str]] = {
     "item": (item, "the forward waits for a device value at"),
     "branch": (branch, "cannot be traced whole, because of"),
-    "print": (prints, "cannot be traced whole, because of"),
+    "item_branch": (item_branch, "it branches on a value of the device"),
+    "print": (prints, "it prints. Remove the print"),
     "size": (sizes, "a size depends on data"),
 }
 
@@ -105,6 +120,7 @@ def test_each_way_out_that_is_printed_works(name: str, way: str) -> None:
     message = refusal(step)
     assert words in message
     assert line_in(step) in message.split("Ways out")[0]
+    assert "TORCHDYNAMO" not in message  # torch's advice for its own symbols
     advised = follows(message, way, without_padding(step))
     called, settings = advised, {"partition": {"strategy": "breakable"}}
     if way == "splitting_op":
@@ -118,6 +134,21 @@ def test_each_way_out_that_is_printed_works(name: str, way: str) -> None:
             x = rows(count, seed=count) - 1
             torch.testing.assert_close(runner(x), plain(x).detach())
         assert runner.stats()["fallbacks"] == []
+
+
+def test_a_splitting_op_that_is_called_by_its_function_is_cut_at_as_well() -> None:
+    with compiled(Stepping(doubled).eval(), (rows(3),)) as runner:
+        assert [o["name"] for o in runner.report["partition"]["splitting_ops"]] == [
+            "whose_mistake::doubled"
+        ]
+    x, out = rows(3), torch.empty(3, WIDTH)
+    doubled(x, out)
+    torch.testing.assert_close(out, x * 2)
+
+
+def test_an_op_that_reads_padding_rows_is_told_to_leave_them_out() -> None:
+    with pytest.raises(pcgsvc.VerifyError, match=r"reads padding rows as well.*true_rows"):
+        compiled(Stepping(whole).eval(), (rows(3),))
 
 
 def test_the_host_s_wait_is_told_once_with_its_line_before_anything_is_captured(

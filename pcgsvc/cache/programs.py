@@ -28,6 +28,7 @@ from pcgsvc.cache.store import Store
 from pcgsvc.cache.toolchain import BoundaryKernels
 from pcgsvc.compilers.folder import CompilerFolder
 from pcgsvc.config import Config
+from pcgsvc.config.choices import Job
 from pcgsvc.errors import CacheError, CompileError
 from pcgsvc.program.facts import file_digest as digest_of
 from pcgsvc.program.guards import first_broken
@@ -66,7 +67,8 @@ class Artifacts:
         """Pieces of the program for exact sizes, by size and hash."""
         self._companion_keys: set[str] = set()
         """Keys of what the stored program has beside its pieces; see `finish`."""
-        self._nearest_was_named = False
+        # Where it is told with its values as well, the names of the facts would stand twice.
+        self._nearest_was_named = config.cache.require_warm or config.job is Job.CACHE
 
     @property
     def counts(self) -> PieceCounts:
@@ -168,7 +170,10 @@ class Artifacts:
                 image = from_json(data)
                 missing = [name for name in image.modules if name not in sys.modules]
                 if missing:
-                    return f"its operators come from modules that are not imported: {missing}"
+                    return (
+                        f"its operators come from modules that are not imported: {missing}; "
+                        "name the model, as for a run, and they are"
+                    )
                 image.tree()
                 self._pieces.load(image, set(manifest.companion_keys))
         except (CompileError, NoPieceError) as error:

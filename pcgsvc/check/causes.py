@@ -167,8 +167,9 @@ def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
     gap = f"{row['max_rel_err_true']:.3g} (tolerance {row['tolerance_true']:.3g})"
     text = (
         f"{where}: padding rows, filled with {row['padding']}, change the true ones by {gap}: "
-        "outside its splitting ops, the forward mixes rows or computes with their number. Move "
-        "that into a splitting op, or set capture.self_check=false."
+        "outside its splitting ops, or in one that reads padding rows as well, the forward mixes "
+        "rows or computes with their number. Move that into a splitting op that reads "
+        "x[pcgsvc.true_rows(x)] alone, or set capture.self_check=false."
     )
     inner = [s.name for s in memory.inputs if s.dims and s.order[0] not in s.dims]
     if inner:

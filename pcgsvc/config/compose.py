@@ -23,9 +23,10 @@ from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 
+from pcgsvc.config.choices import Job
 from pcgsvc.config.parse import from_dict, to_dict, unknown_setting
 from pcgsvc.config.schema import Config
-from pcgsvc.errors import ConfigError
+from pcgsvc.errors import ConfigError, near
 
 CONFIG_MODULE = "pkg://pcgsvc.conf"
 SCHEMA = "pcgsvc_schema"
@@ -272,6 +273,10 @@ def readable() -> Iterator[None]:
         raise ConfigError(words_of(error)) from error
 
 
+_BAD_SYNTAX = ("mismatched input", "extraneous input", "LexerNoViable", "no viable alternative")
+"""In the messages of Hydra's parser."""
+
+
 def words_of(error: BaseException) -> str:
     """Return the message of Hydra's or OmegaConf's error, with what was probably meant."""
     text = str(error).strip() or type(error).__name__
@@ -287,7 +292,15 @@ def words_of(error: BaseException) -> str:
     lines = [s for s in text.splitlines() if s.strip() and "object_type=" not in s]
     if "Ambiguous value" in text:
         lines = [first, "Write a list as capture.sizes='[1,2,4]', or add -m to sweep."]
-    elif any(w in text for w in ("mismatched input", "extraneous input", "LexerNoViable")):
+    elif "missing EQUAL" in text:
+        word = first.partition("'")[2].rstrip("'")
+        meant = f"; did you mean job={word}?" if word in {job.value for job in Job} else "."
+        lines = [f"{word}: a setting is written name=value{meant} pcgsvc -h shows them."]
+    elif "Could not find '" in text and "Available options in '" in text:
+        group, _, name = text.split("Could not find '")[1].split("'")[0].rpartition("/")
+        choices = text.partition("Available options in")[2].split()[1:]
+        lines = [f"{group}: got {name!r}{near(name, choices)} Choices: {', '.join(choices)}."]
+    elif any(w in text for w in _BAD_SYNTAX):
         lines.append(
             "Quote lists and special characters for the shell, and text for Hydra as well: "
             "capture.sizes='[1,2,4]', prompt='\"one, two\"'."

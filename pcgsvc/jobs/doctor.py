@@ -97,7 +97,7 @@ def _torch(device: torch.device) -> Iterator[Finding]:
         names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
         found += f"; devices: {', '.join(names)}"
     else:
-        found += f"; no CUDA device: {_why_no_cuda()}"
+        found += f"; no CUDA device: {_why_no_cuda()}" if built else "; no CUDA device"
         if driver is not None and state is OK:
             state, advice = WARN, "install the torch build that fits the driver"
     yield Finding("CUDA", state, f"{found}; this job uses {device}", advice)

@@ -169,7 +169,7 @@ def current_context() -> ForwardContext:
     if context is None:
         raise PcgError(
             "there is no forward context: a splitting op that reads per-step metadata was called "
-            "outside a runner. Call it through runner(...), or under pcgsvc.ops.use_context(...)."
+            "outside a runner. Call the model through one; with mode='none' it captures nothing."
         )
     return context
 

@@ -9,6 +9,7 @@ The registry is as global as torch's own op registry, of which it is the counter
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def splitting_op(
     op is then declared anew. Runners that were built before go on with what they were built with.
 
     Returns:
-        A decorator that gives the function back unchanged; call the op as `torch.ops.<ns>.<op>`.
+        A decorator that gives a function back that calls the op, as `torch.ops.<ns>.<op>` does.
 
     Raises:
         ConfigError: the op mutates nothing and returns nothing (torch's dead-code removal would
@@ -109,7 +110,13 @@ def splitting_op(
             zeroes_padding=zeroes_padding,
             tags=tags,
         )
-        return function
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            namespace, _, op = name.partition("::")
+            return getattr(getattr(torch.ops, namespace), op)(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
 
     return decorate
 

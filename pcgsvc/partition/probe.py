@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -84,11 +84,11 @@ class Forward:
         tensors = self.memory.tensors.items()
         parameters = {n: t for n, t in tensors if isinstance(t, torch.nn.Parameter)}
         before, writes = Attributes(self.module), Writes(parameters, self.memory.buffers)
-        printed = io.StringIO()
+        printed, stdout = io.StringIO(), sys.stdout
         try:
             with contextlib.redirect_stdout(_Tee(printed)):
                 sizes = (most, most, max(1, most - 1), least)
-                first, again, other, small = [self._run(size, writes) for size in sizes]
+                first, again, other, small = [self._run(n, writes, stdout) for n in sizes]
         finally:
             changed = before.restore()
             writes.put_back()
@@ -108,11 +108,11 @@ class Forward:
         written = writes.names()
         return ForwardProbe(largest=first, other=other, written=written, warnings=warnings)
 
-    def _run(self, size: int, writes: Writes) -> ForwardRun:
+    def _run(self, size: int, writes: Writes, stdout: TextIO) -> ForwardRun:
         memory = self.memory
         batch = self.samples.batch(size, uniform=False)
         memory.load(self.samples.inputs(size), size, size)
-        run = ForwardRun(size, memory.views(size))
+        run = ForwardRun(size, memory.views(size), stdout)
         with (
             use_context(memory.context(batch, size)),
             handle_breaks(run),
@@ -141,6 +141,8 @@ class ForwardRun:
     size: int
     """Row count."""
     views: dict[str, torch.Tensor]
+    stdout: TextIO
+    """Where breaks print; they do so at replays as well, so nothing is to be said of it."""
     result: Any = None
     events: list[str] = field(default_factory=list)
     """`kernel`, or the name of a break, in order."""
@@ -160,7 +162,8 @@ class ForwardRun:
         self.broke(name, args, kwargs)
         self.in_break = True
         try:
-            return function(*args, **kwargs)
+            with contextlib.redirect_stdout(self.stdout):
+                return function(*args, **kwargs)
         finally:
             self.in_break = False
 
@@ -188,7 +191,8 @@ class _Ops(torch_private.RecordingMode):
             self._writes.before(name, func._schema, args, kwargs)
         if name in self._names:
             self._run.broke(name, args, kwargs)
-            return func(*args, **kwargs)
+            with contextlib.redirect_stdout(self._run.stdout):
+                return func(*args, **kwargs)
         if name in HOST_READS and not self._run.in_break:
             self._run.host_reads.append(line_of(traceback.extract_stack()))
         result = func(*args, **kwargs)

@@ -106,7 +106,11 @@ def _headline(out: Console, report: dict[str, Any]) -> None:
     text = f"[bold]{mode['resolved']}[/]"
     if mode["requested"] != mode["resolved"]:
         text += f", not {mode['requested']}"
-    lines = [f"{text}: uniform decode {mode['decode']}, all else {mode['mixed']}"]
+    if mode["decode"] == mode["mixed"]:
+        text += ", for all batches"
+    else:
+        text += f": uniform decode {mode['decode']}, all else {mode['mixed']}"
+    lines = [text]
     lines += [escape(reason) for reason in mode["reasons"] if reason not in report["warnings"]]
     show_fact(out, "mode", *lines)
 
@@ -191,7 +195,7 @@ def _graphs(out: Console, graphs: dict[str, Any]) -> None:
             "cuda": "CUDA graphs",
             "recorded": "recorded graphs (the CPU's stand-in, never faster)",
         }[graphs["backend"]]
-        memory = f"{mib(graphs['pool_bytes'])} MiB pool"
+        memory = f"{words.memory(graphs['pool_bytes'])} pool"
         if graphs["device_bytes"]:
             memory += f", {mib(graphs['device_bytes'])} MiB of the device"
         show_fact(out, "graphs", f"{graphs['num_graphs']} {kind}: {by_mode}; {memory}")

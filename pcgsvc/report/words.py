@@ -9,19 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from pcgsvc.events import count as count
+from pcgsvc.events import memory as memory
 
 _PRESETS = ("llama", "llama_moe", "encoder")
 """Families that have presets."""
 _MOST_OPS = 8
 """Ops of a piece that are named; the rest are counted."""
-
-
-def memory(num_bytes: int) -> str:
-    """Return bytes in the unit that people read."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} B"
 
 
 def model(config: dict[str, Any]) -> str:

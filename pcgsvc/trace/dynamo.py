@@ -173,4 +173,9 @@ def _explain(error: Exception, names: Sequence[str]) -> str:
     )
     reason = re.split(r"\n\n(?:from user code| *Developer debug context)", text)[0].strip()
     reason = re.split(r"\n *Hint: ", reason)[0].rstrip()  # of torch.compile, not of a runner
+    guarded = re.search(r"Could not guard on data-dependent expression (\S.*?) \(unhinted", reason)
+    if guarded is not None:  # the rest is torch's advice for its own symbols
+        reason = f"it branches on a value of the device ({guarded.group(1)}: .item(), bool(), if)."
+    elif "builtin operator `print`" in reason:
+        reason = "it prints. Remove the print, or have it run at every step, as follows."
     return f"the model cannot be traced whole, because of {where}:\n{reason}\n{breaks.WAYS_OUT}"
