@@ -133,3 +133,13 @@ def test_another_function_under_the_same_name_is_refused() -> None:
     decorate: Callable[..., object] = pcgsvc.splitting_op("undeclared::counts", fake=other)
     with pytest.raises(pcgsvc.PcgError, match="undeclared::counts: already registered"):
         decorate(other)
+
+
+def test_a_function_that_is_decorated_twice_is_the_op_once_more() -> None:
+    def double(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x * 2)
+
+    declare = pcgsvc.splitting_op("undeclared::twice", mutates_args=("out",))
+    called, out = declare(declare(double)), torch.zeros(2)
+    called(torch.ones(2), out)
+    assert out.tolist() == [2.0, 2.0]

@@ -101,6 +101,7 @@ def splitting_op(
     """
 
     def decorate(function: F) -> F:
+        function = getattr(function, "op_kernel", function)  # of a function that is decorated twice
         register_splitting_op(
             name,
             function,
@@ -116,6 +117,7 @@ def splitting_op(
             namespace, _, op = name.partition("::")
             return getattr(getattr(torch.ops, namespace), op)(*args, **kwargs)
 
+        call.op_kernel = function  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
 
     return decorate
