@@ -49,7 +49,13 @@ def calls() -> str:
         ("`runner(x)`, piecewise, `outputs=view`", piecewise, "view"),
     ]
     rows = [
-        ["the module without graphs, eager", "not timed", "not timed", _us(plain["step_us"]), _us(plain["host_us"])]
+        [
+            "the module without graphs, eager",
+            "not timed",
+            "not timed",
+            _us(plain["step_us"]),
+            _us(plain["host_us"]),
+        ]
     ]
     for label, models, kind in kinds:
         times = [call[model][kind][figure] for model in models for figure in ("step_us", "host_us")]
