@@ -79,8 +79,14 @@ def test_support_is_parsed_from_its_word_and_lists_the_choices() -> None:
 # ---- entries -------------------------------------------------------------------------------------
 
 
-def entries(mode: Mode, support: Support, sizes: list[int], query_len: int = 1) -> list[str]:
-    found = wanted_entries(resolve(mode, support, query_len), support, sizes, query_len)
+def entries(
+    mode: Mode,
+    support: Support,
+    sizes: list[int],
+    query_len: int = 1,
+    max_reqs: int | None = None,
+) -> list[str]:
+    found = wanted_entries(resolve(mode, support, query_len), sizes, query_len, max_reqs)
     return [f"{m.value[0]}{d.num_tokens}{'u' if d.uniform else ''}" for m, d in found]
 
 
@@ -94,6 +100,13 @@ def test_entries_come_largest_first_and_uniform_ones_only_where_they_divide() ->
     assert entries(N, ALWAYS, [1, 4]) == []
 
 
+def test_no_uniform_entry_is_larger_than_the_first_that_holds_all_requests() -> None:
+    assert entries(BOTH, ALWAYS, [1, 3, 16], 1, 3) == ["p16", "p3", "f3u", "p1", "f1u"]
+    assert entries(DECODE, ALWAYS, [2, 4, 8], 1, 3) == ["f4u", "f2u"]  # three requests run in 4
+    assert entries(DECODE, ALWAYS, [2, 3, 4, 8], 2, 1) == ["f2u"]
+    assert entries(F, ALWAYS, [4, 16], 1, 3) == ["f16", "f4"]  # these serve mixed batches too
+
+
 def table(
     mode: Mode,
     sizes: list[int],
@@ -103,7 +116,7 @@ def table(
     max_reqs: int = 99,
 ) -> DispatchTable:
     resolution = resolve(mode, ALWAYS, query_len)
-    wanted = wanted_entries(resolution, ALWAYS, sizes, query_len)
+    wanted = wanted_entries(resolution, sizes, query_len)
     return DispatchTable(
         resolution,
         [k for k in wanted if k[1].num_tokens not in drop],
@@ -119,7 +132,7 @@ def test_what_is_captured_under_a_key_is_found_under_it(mode: Mode, query_len: i
     """D7."""
     sizes = [2, 4, 6]
     made = table(mode, sizes, query_len)
-    for mode_, key in wanted_entries(resolve(mode, ALWAYS, query_len), ALWAYS, sizes, query_len):
+    for mode_, key in wanted_entries(resolve(mode, ALWAYS, query_len), sizes, query_len):
         reqs = key.num_reqs or 1
         uniform = made.is_uniform([query_len] * reqs) and key.uniform
         plan = made.plan(key.num_tokens, reqs, uniform)

@@ -81,7 +81,7 @@ def test_a_forecast_is_what_dispatch_does(mode: Mode, query_len: int, max_reqs: 
         resolution = Resolution(requested=mode, resolved=mode)
         table = DispatchTable(
             resolution,
-            wanted_entries(resolution, Support.ALWAYS, sizes, query_len),
+            wanted_entries(resolution, sizes, query_len),
             uniform_query_len=query_len,
             max_reqs=max(sizes) if max_reqs is None else max_reqs,
             skipped={},

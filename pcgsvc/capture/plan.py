@@ -77,7 +77,7 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
     )
     if config.capture.graphs is Graphs.OFF:
         return plan
-    for key in wanted_entries(resolution, support, sizes, query_len):
+    for key in wanted_entries(resolution, sizes, query_len, config.attention.max_num_reqs):
         broken = image.predicate.broken_by(key[1].num_tokens)
         if broken is None:
             plan.entries.append(key)
@@ -97,19 +97,24 @@ def general_descriptor(size: int) -> BatchDescriptor:
 
 
 def wanted_entries(
-    resolution: Resolution, support: Support, sizes: Sequence[int], query_len: int
+    resolution: Resolution, sizes: Sequence[int], query_len: int, max_reqs: int | None = None
 ) -> list[EntryKey]:
     """Return the entries to capture, largest size first.
 
     A full graph of an op that supports any batch serves uniform ones too; otherwise it is captured
-    for uniform batches, whose sizes are multiples of `query_len`.
+    for uniform batches, whose sizes are multiples of `query_len`; none is beyond the first size
+    that holds `max_reqs` requests (None: no bound), since no uniform batch is larger.
     """
+    uniform = sorted(size for size in sizes if size % query_len == 0)
+    if max_reqs is not None:
+        below = [size for size in uniform if size < max_reqs * query_len]
+        uniform = uniform[: len(below) + 1]
     wanted: list[EntryKey] = []
     general = resolution.mixed
     for size in sorted(sizes, reverse=True):
         if general is not NONE:
             wanted.append((general, general_descriptor(size)))
-        if resolution.own_uniform and size % query_len == 0:
+        if resolution.own_uniform and size in uniform:
             wanted.append((FULL, uniform_descriptor(size, query_len)))
     return wanted
 
