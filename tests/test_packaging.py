@@ -52,7 +52,10 @@ def test_wheel_holds_every_module_and_every_settings_file_and_nothing_else(wheel
     assert "pcgsvc/conf/config.yaml" in settings
     configs = _tree("pcgsvc", "models/hf/configs/*.json", "pcgsvc")
     assert "pcgsvc/models/hf/configs/tiny-qwen3.json" in configs
-    assert _names(wheel) == modules | settings | configs | {"pcgsvc/py.typed"}
+    assert _names(wheel) == modules | settings | configs | {
+        "pcgsvc/py.typed",
+        "pcgsvc/__init__.pyi",
+    }
 
 
 def test_unpacked_wheel_finds_its_settings_without_the_checkout(
