@@ -69,6 +69,7 @@ class Writes:
                 self._kept.setdefault(storage_id(tensor), []).append((name, tensor))
         self._saved: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._written: set[str] = set()
+        self._ops: set[str] = set()
         self._left = SAVED_BYTES
 
     def before(self, op: str, schema: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -92,7 +93,11 @@ class Writes:
 
     def before_foreign(self, op: str, given: Any) -> None:
         """Look at what an op that is not torch's may write to though its schema says otherwise."""
-        reached = {f"{op}: {n}": t for n, t in tensors_of_op(op).items() if can_be_put_back(t)}
+        reached: dict[str, torch.Tensor] = {}
+        if op not in self._ops:  # what its function holds is searched for once
+            self._ops.add(op)
+            held = tensors_of_op(op)
+            reached = {f"{op}: {n}": t for n, t in held.items() if can_be_put_back(t)}
         for leaf in pytree.tree_leaves(given):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 reached |= dict(self._kept.get(torch_private.storage_id(leaf), ()))
