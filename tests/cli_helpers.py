@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,27 @@ Cli = Callable[..., Done]
 
 
 @contextlib.contextmanager
+def host_state_kept() -> Iterator[Callable[[Sequence[str]], int]]:
+    """Yield a call of `main`; put back the state of Hydra, logging and torch's threads."""
+    singletons, root = copy.copy(Singleton.get_state()), logging.getLogger()
+    handlers, level, threads = list(root.handlers), root.level, torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(argv: Sequence[str]) -> int:
+        code = main(argv)
+        for handler in [h for h in root.handlers if h not in handlers]:
+            root.removeHandler(handler)
+            handler.close()
+        return code
+
+    yield run
+    torch.set_num_threads(threads)
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    Singleton.set_state(singletons)
+
+
+@contextlib.contextmanager
 def command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Cli]:
@@ -53,23 +74,14 @@ def command_line(
     folder = tmp_path / "cwd"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    singletons, root = copy.copy(Singleton.get_state()), logging.getLogger()
-    handlers, level, threads = list(root.handlers), root.level, torch.get_num_threads()
-    torch.set_num_threads(1)
+    with host_state_kept() as run:
 
-    def call(*argv: str) -> Done:
-        code = main(argv)
-        for handler in [h for h in root.handlers if h not in handlers]:
-            root.removeHandler(handler)
-            handler.close()
-        captured = capsys.readouterr()
-        return Done(code, captured.out, captured.err, folder)
+        def call(*argv: str) -> Done:
+            code = run(argv)
+            captured = capsys.readouterr()
+            return Done(code, captured.out, captured.err, folder)
 
-    yield call
-    torch.set_num_threads(threads)
-    root.setLevel(level)
-    root.handlers[:] = handlers
-    Singleton.set_state(singletons)
+        yield call
 
 
 def run_job(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -15,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hydra.core.singleton import Singleton
-
-from pcgsvc.jobs.app import main
+from cli_helpers import host_state_kept
 
 PACKAGE = Path(__file__).parent.parent
 TINY = ["device=cpu", "model.num_layers=1", "capture.sizes=[1,2]"]
@@ -58,31 +53,22 @@ def cache_command_line(
     caplog: pytest.LogCaptureFixture,
 ) -> Iterator[Cli]:
     """Yield a call of `main` in a new folder each, with a tiny eager model and `root`."""
-    singletons, logger = copy.copy(Singleton.get_state()), logging.getLogger()
-    handlers, level, threads = list(logger.handlers), logger.level, torch.get_num_threads()
-    torch.set_num_threads(1)
+    with host_state_kept() as run:
 
-    def call(*argv: str) -> Done:
-        folder = tmp_path / f"cwd {len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        caplog.clear()
-        flags = [word for word in argv if word.startswith("-")]
-        words = [word for word in argv if not word.startswith("-")]
-        code = main([*flags, *TINY, f"cache.dir={root}", *words])
-        for handler in [h for h in logger.handlers if h not in handlers]:
-            logger.removeHandler(handler)
-            handler.close()
-        found = sorted(folder.rglob("report.json"))
-        captured = capsys.readouterr()
-        reports = [json.loads(p.read_text()) for p in found]
-        return Done(code, captured.out + captured.err, reports, caplog.text)
+        def call(*argv: str) -> Done:
+            folder = tmp_path / f"cwd {len(list(tmp_path.iterdir()))}"
+            folder.mkdir()
+            monkeypatch.chdir(folder)
+            caplog.clear()
+            flags = [word for word in argv if word.startswith("-")]
+            words = [word for word in argv if not word.startswith("-")]
+            code = run([*flags, *TINY, f"cache.dir={root}", *words])
+            found = sorted(folder.rglob("report.json"))
+            captured = capsys.readouterr()
+            reports = [json.loads(p.read_text()) for p in found]
+            return Done(code, captured.out + captured.err, reports, caplog.text)
 
-    yield call
-    torch.set_num_threads(threads)
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
-    Singleton.set_state(singletons)
+        yield call
 
 
 def in_process(
