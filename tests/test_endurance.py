@@ -100,7 +100,7 @@ def test_builds_and_closes_leave_no_memory_thread_or_descriptor(
     for seed in range(5, 5 + builds):
         once(seed)
     assert descriptors_and_threads() == others
-    assert resident_bytes() - memory < 4 * MIB + builds * MIB * 3 // 8
+    assert resident_bytes() - memory < 2 * MIB + builds * MIB // 4
     kept = [
         type(o) for o in gc.get_objects() if type(o) in (pcgsvc.Runner, Workspace, CompiledModel)
     ]
