@@ -211,7 +211,7 @@ def test_a_name_that_is_gone_is_a_difference_not_an_error() -> None:
 
 def test_reads_that_go_round_a_class_as_dynamo_of_torch_2_11_writes_them_are_evaluated() -> None:
     source = "object.__getattribute__(module, '__class__').__name__ == 'Flexible'"
-    guard = StoredGuard(source, "CONSTANT_MATCH", True)
+    guard = StoredGuard(source, "CONSTANT_MATCH", ["bool", True])
     assert guards.first_broken([guard], Flexible(), {}) is None
 
 
