@@ -11,6 +11,7 @@ import fsspec
 from pcgsvc.cache.remote import Remote
 
 SECRET = b"a secret"
+FRESH: Any = {"skip_instance_cache": True, "use_listings_cache": False}
 _NAMES = itertools.count()
 
 
@@ -25,11 +26,11 @@ def make_remote(url: str | Path, secret: bytes | None = SECRET, **settings: Any)
 
 def objects(url: str | Path) -> dict[str, bytes]:
     """Return all objects of a remote by name."""
-    fs, root = fsspec.core.url_to_fs(str(url))
+    fs, root = fsspec.core.url_to_fs(str(url), **FRESH)
     found = fs.find(root)
     return {path.removeprefix(root).lstrip("/"): fs.cat_file(path) for path in found}
 
 
 def overwrite(url: str | Path, name: str, data: bytes) -> None:
-    fs, root = fsspec.core.url_to_fs(str(url))
+    fs, root = fsspec.core.url_to_fs(str(url), **FRESH)
     fs.pipe_file(f"{root}/{name}", data)

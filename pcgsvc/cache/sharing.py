@@ -227,7 +227,7 @@ class Sharing:
         mine = self._stamp()
         if self._remote.create(_claim_name(key), mine):
             self._claims[key] = mine
-            self._later(self._beat)
+            self._start()
             return mine
         return self._remote.read(_claim_name(key)) or b""
 
@@ -256,13 +256,16 @@ class Sharing:
         """Have the thread do something; None ends it."""
         if "write" in self._down:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="pcgsvc-publish", daemon=True)
-            self._thread.start()
+        self._start()
         try:
             self._tasks.put_nowait(task)
         except queue.Full:
             self._fail("write", f"{_MAX_PENDING} entries wait to be published")
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="pcgsvc-publish", daemon=True)
+            self._thread.start()
 
     def _work(self) -> None:
         beaten = time.monotonic()
