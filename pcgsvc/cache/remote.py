@@ -145,7 +145,8 @@ class Remote:
         if isinstance(data, MissError):
             return data
         if isinstance(data, FileNotFoundError):
-            return _absent(data)
+            # In the client's words where more than the object is missing: a bucket, say.
+            return AbsentError("absent" if key in str(data) else f"absent: {data}")
         if isinstance(data, Exception):
             raise RemoteError(_words(data)) from data
         mac, raw = data[len(MAGIC) : _NUM_HEAD_BYTES], data[_NUM_HEAD_BYTES:]
@@ -260,7 +261,7 @@ class Remote:
         thread.start()
         thread.join(self.timeout_s)
         if failure and absent and isinstance(failure[0], FileNotFoundError):
-            raise _absent(failure[0]) from failure[0]
+            raise AbsentError("absent") from failure[0]
         if failure:
             raise RemoteError(_words(failure[0])) from failure[0]
         if not result:
@@ -330,11 +331,6 @@ def _check_protocol(url: str) -> None:
             f"cache.remote: got {url!r}, for which a package is missing: {error} (pip install "
             "'pcgsvc[remote]', or 'pcgsvc[s3]' for s3)."
         ) from error
-
-
-def _absent(error: Exception) -> AbsentError:
-    """Return a miss, in the client's words where more than the object is missing: a bucket, say."""
-    return AbsentError(f"absent: {error}" if error.__cause__ else "absent")
 
 
 def _words(error: Exception) -> str:
