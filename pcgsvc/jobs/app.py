@@ -135,7 +135,7 @@ def _groups() -> dict[str, list[str]]:
     found = {
         folder.name: sorted(f.name.removesuffix(".yaml") for f in folder.iterdir())
         for folder in resources.files("pcgsvc.conf").iterdir()
-        if folder.is_dir() and folder.name != "__pycache__"
+        if folder.is_dir() and folder.name not in ("hydra", "__pycache__")
     }
     return dict(sorted(found.items()))
 
@@ -190,7 +190,7 @@ def _hand_over(argv: Sequence[str], words: argparse.Namespace, command: Command 
     codes: list[int] = []
 
     def task(composed: DictConfig) -> int:
-        codes.append(run_task(composed, None).code)
+        codes.append(run_task(composed))
         return codes[-1]
 
     def launch(each: Callable[[DictConfig], object], override: str) -> None:
