@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pcgsvc.config import Job
 from pcgsvc.config.compose import CONFIG_MODULE, Command, compose_command, register_schema, words_of
+from pcgsvc.config.launchers import register_launchers
 from pcgsvc.config.settings import help_text, short_help
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.ranked import RankedStream, rank_among_many
@@ -69,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "--config-path: pcgsvc needs its own settings; add yours with --config-dir."
             )
+        register_launchers()
         command = None if _is_for_hydra(words) else _check(words)
         if command is not None and command.jobs[0].job is Job.CONFIG:
             return _explain(words)
@@ -135,7 +137,7 @@ def _groups() -> dict[str, list[str]]:
     found = {
         folder.name: sorted(f.name.removesuffix(".yaml") for f in folder.iterdir())
         for folder in resources.files("pcgsvc.conf").iterdir()
-        if folder.is_dir() and folder.name not in ("hydra", "__pycache__")
+        if folder.is_dir() and folder.name != "__pycache__"
     }
     return dict(sorted(found.items()))
 

@@ -12,8 +12,8 @@ from pcgsvc.cache.root import check_place, why_not_writable
 from pcgsvc.config import CacheAction, CacheMode, Config, Job, Strategy
 from pcgsvc.config.compose import Command
 from pcgsvc.config.devices import dtype_of, is_here
+from pcgsvc.config.launchers import check_launcher
 from pcgsvc.errors import CacheError, ConfigError, near
-from pcgsvc.jobs.sweep.launchers import check_launcher
 from pcgsvc.jobs.sweep.objective import check_objective
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.backends import find_backend

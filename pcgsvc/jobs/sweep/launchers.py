@@ -7,7 +7,6 @@ machine is lost. Imports a launcher's package only where it is used.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -19,7 +18,6 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.sweep.objective import result_of
 from pcgsvc.jobs.sweep.outcome import FAILED
 from pcgsvc.jobs.sweep.records import Returned
@@ -29,35 +27,6 @@ Take = Callable[[int, list[str], Returned | Exception], None]
 
 _CURRENT: ContextVar[tuple[Take, Callable[..., Launcher]]] = ContextVar("_CURRENT")
 """What `_Taking` is made with: Hydra makes it, by its name."""
-
-_EXTRAS = {
-    "hydra_plugins.hydra_joblib_launcher": "joblib",
-    "hydra_plugins.hydra_ray_launcher": "ray",
-    "hydra_plugins.hydra_submitit_launcher": "slurm",
-}
-"""The extra of pcgsvc that brings a launcher's package."""
-
-
-def check_launcher(target: str) -> None:
-    """Refuse a launcher of ours whose package is not installed.
-
-    Args:
-        target: `hydra.launcher._target_`.
-
-    Raises:
-        ConfigError: naming the extra.
-    """
-    package = ".".join(target.split(".")[:2])
-    extra = _EXTRAS.get(package)
-    if extra is None:
-        return
-    with contextlib.suppress(ModuleNotFoundError):  # no plugin of Hydra is installed at all
-        if importlib.util.find_spec(package) is not None:
-            return
-    raise ConfigError(
-        f"hydra/launcher: {target.rpartition('.')[2]} needs the package {package.split('.')[1]}, "
-        f"which is not installed (pip install 'pcgsvc[{extra}]')."
-    )
 
 
 @contextlib.contextmanager

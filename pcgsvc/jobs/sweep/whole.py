@@ -219,6 +219,7 @@ def _rows(records: Sequence[Record], folder: Path) -> list[Row]:
                 output=_within(record.output, folder),
                 wall_s=record.seconds or None,
                 peak_host_bytes=record.peak_host_bytes,
+                host=record.host,
                 facts=facts,
             )
         )
