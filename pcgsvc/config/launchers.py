@@ -27,7 +27,10 @@ _LAUNCHERS: dict[str, dict[str, Any]] = {
     "ray": {
         "_target_": "hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher",
         # A job whose node is lost has failed; with max_retries above 0 another node runs it again.
-        "ray": {"remote": {"num_cpus": 1, "num_gpus": 1, "max_retries": 0}},
+        "ray": {
+            "init": {"address": None},  # RAY_ADDRESS, else Ray is started on this machine
+            "remote": {"num_cpus": 1, "num_gpus": 1, "max_retries": 0},
+        },
     },
     "submitit_local": {"_target_": f"{_SUBMITIT}.LocalLauncher", "gpus_per_node": 1},
     "submitit_slurm": {"_target_": f"{_SUBMITIT}.SlurmLauncher", "gpus_per_node": 1},
