@@ -313,3 +313,36 @@ def test_a_lost_process_of_submitit_is_one_failed_row(launched: Any) -> None:
     assert done.code == 1
     assert [job["status"] for job in table_of(done)] == ["failed", "done"]
     assert table_of(done)[0]["reason"].startswith("lost: UncompletedJobError: ")
+
+
+SLURM = {
+    "sbatch": """
+echo 'Submitted batch job 7'
+export SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=1 SLURM_JOB_ID=8 SLURM_JOB_NODELIST=node2
+export SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0
+bash "$1" >/dev/null 2>&1 &
+""",
+    "srun": 'while [[ $1 != */python* ]]; do shift; done; exec "$@"',
+    "sacct": "printf 'JobID|State|NodeList\\n7_0|NODE_FAIL|node1\\n7_1|RUNNING|node2\\n'",
+}
+"""Slurm's commands: an array of two jobs, of which the second one is run here."""
+
+
+@foreign
+@scale
+def test_a_node_of_slurm_that_fails_is_one_failed_row(
+    launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = launched("submitit_slurm", *TWO)
+    assert done.code == 1
+    assert [job["status"] for job in table_of(done)] == ["failed", "done"]
+    reason = table_of(done)[0]["reason"]
+    assert reason.startswith("lost: UncompletedJobError: ")
+    assert "NODE_FAIL" in reason
+    (script,) = (done.folder / "out" / ".submitit").rglob("*_submission.sh")
+    assert "#SBATCH --array=0-1%2\n" in script.read_text()
+    assert "#SBATCH --gpus-per-node=1\n" in script.read_text()
