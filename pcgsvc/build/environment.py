@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pcgsvc import torch_private
 from pcgsvc.cache.programs import Artifacts
 from pcgsvc.cache.store import Store
@@ -147,3 +149,5 @@ def working_memory(request: Request, model: CompiledModel) -> Iterator[Workspace
         preserved(memory.bound(model.mutated)),
     ):
         yield memory
+    if memory.stream is not None:
+        torch.cuda.empty_cache()  # what compiling, warming up and checking took for a while
