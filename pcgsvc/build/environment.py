@@ -49,6 +49,8 @@ class BuildEnvironment:
         if inductor:
             self.folder.ready_inductor()
         torch_private.import_compilers(inductor=inductor)
+        if inductor:
+            torch_private.wake_compile_workers()
 
     def store_tuned_kernels(self, model: CompiledModel) -> None:
         """Store what only running the program shows, once it has run: kernels and their choice."""
