@@ -6,7 +6,6 @@ that name makes between them. `scripts/docs outputs` writes them; a test compare
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -37,76 +36,31 @@ def _us(time: float) -> str:
     return f"{time:.0f}" if time >= 100 else f"{time:.1f}"
 
 
-def _chain(*runs: dict[str, Any]) -> str:
-    """Return the yardstick beside some figures, its least and most: the card's state."""
-    seen = [time for run in runs for time in run["chain_us"]]
-    ends = sorted({f"{min(seen):.2f}", f"{max(seen):.2f}"})
-    return " to ".join(ends)
-
-
 def calls() -> str:
-    """Whole calls beside graphs made by hand, reduce-overhead and the module as it is."""
-    raw = _raw("call-h200")["call"]
-    models = (raw["small_full"]["8"], raw["32x512_full"]["8"])
-    piecewise = (None, raw["32x512_piecewise"]["8"])
+    """Whole calls beside a graph made by hand of the same program."""
+    raw = _raw("calls-h200")
+    call, plain = raw["call"], raw["piecewise"]["inductor"]["plain"]
+    full, piecewise = ("2x512_full", "32x512_full"), ("2x512_piecewise", "32x512_piecewise")
     kinds = [
-        ("the module without graphs, eager", models, "plain"),
-        ('`torch.compile(mode="reduce-overhead")`, cloned', models, "reduce_overhead"),
-        ("CUDA graph made by hand: copy in, replay, clone", models, "hand_made"),
-        ("`runner(x)`, full graph", models, "clone"),
-        ("`runner(x)`, full graph, `outputs=view`", models, "view"),
-        ("`runner.prepare(8)`, `step()`, full graph", models, "prepared"),
-        ("33 graphs in a loop made by hand: copy in, clone", piecewise, "hand_made"),
-        ("`runner(x)`, piecewise", piecewise, "clone"),
+        ("CUDA graph made by hand: copy in, replay, clone", full, "hand_made"),
+        ("`runner(x)`, full graph", full, "clone"),
+        ("`runner(x)`, full graph, `outputs=view`", full, "view"),
+        ("`runner(x)`, piecewise: 3 and 33 graphs", piecewise, "clone"),
         ("`runner(x)`, piecewise, `outputs=view`", piecewise, "view"),
     ]
-    rows = []
-    for label, runs, kind in kinds:
-        cells = [
-            ("", "") if run is None else (_us(run[kind]["step_us"]), _us(run[kind]["host_us"]))
-            for run in runs
+    rows = [
+        [
+            "the module without graphs, eager",
+            "not timed",
+            "not timed",
+            _us(plain["step_us"]),
+            _us(plain["host_us"]),
         ]
-        chain = _chain(*(run[kind] for run in runs if run is not None))
-        rows.append([label, *itertools.chain(*cells), chain])
-    head = ["µs per call, 8 rows", "2 products", "host", "32 layers", "host", "yardstick"]
-    return _table(head, rows)
-
-
-def rows() -> str:
-    """Calls of other row counts in a full graph."""
-    raw = _raw("call-h200")["call"]
-    labels = {
-        "bare": "its steps alone",
-        "clone": "`runner(x)`",
-        "hand_made": "made by hand",
-        "reduce_overhead": "reduce-overhead",
-        "plain": "eager",
-    }
-    table = []
-    for name, mode in (("32x512_full", "full"), ("32x512_piecewise", "piecewise")):
-        for count, run in raw[name].items():
-            cells = [_us(run[kind]["step_us"]) if kind in run else "" for kind in labels]
-            seen = [run[kind] for kind in labels if kind in run]
-            table.append([f"{mode}, {count} rows", *cells, _chain(*seen)])
-    return _table(["µs, back to back", *labels.values(), "yardstick"], table)
-
-
-def decode() -> str:
-    """A decode of 8 requests by how its batch is given."""
-    raw = _raw("call-h200")["decode"]
-    labels = {
-        "full": "the full graph alone",
-        "prepared": "`prepared.step()`, updated before",
-        "checked": "`runner(…, batch=CheckedBatch)`",
-        "numpy": "`runner(…, batch=Batch)` of numpy arrays",
-        "lists": "`runner(…, batch=Batch)` of lists",
-    }
-    table = [
-        [label, _us(run["host_us"]), _us(run["step_us"]), _chain(run)]
-        for kind, label in labels.items()
-        if (run := raw.get(kind))
     ]
-    return _table(["decode of 8 requests", "host µs", "back to back", "yardstick"], table)
+    for label, models, kind in kinds:
+        times = [call[model][kind][figure] for model in models for figure in ("step_us", "host_us")]
+        rows.append([label, *map(_us, times)])
+    return _table(["µs per call, 8 rows", "2 layers", "host", "32 layers", "host"], rows)
 
 
 def strategies() -> str:
@@ -118,29 +72,22 @@ def strategies() -> str:
         "breakable": "`breakable`, eager",
         "breakable_inductor": "`breakable`, inductor",
     }
-    kinds = ("piecewise", "piecewise_call", "hand_made_loop", "full", "full_call", "hand_made_call")
-    table = []
-    for name, label in names.items():
-        row = raw[name]
-        ratio = row["piecewise"]["step_us"] / row["full"]["step_us"]
-        cells = [_us(row[kind]["step_us"]) for kind in kinds]
-        memory = [f"{row['memory_mib'][part]:.0f}" for part in ("pool", "device")]
-        chain = _chain(*(row[kind] for kind in kinds))
-        table.append([label, *cells, f"{ratio:.2f}", f"{row['glue']:.1f}", *memory, chain])
-    head = ["strategy, compiler", "piecewise", "its call", "loop by hand", "full", "its call"]
-    head += ["by hand", "piecewise ÷ full", "glue", "pool MiB", "device MiB", "yardstick"]
-    return _table(head, table)
-
-
-def memory() -> str:
-    """Device memory of the strategies, in parts."""
-    raw = _raw("strategies-h200")["strategies"]
-    parts = ("pool", "workspaces", "graphs", "kernels", "device", "returned")
-    table = [
-        [f"`{name}`", *(f"{raw[name]['memory_mib'][part]:.0f}" for part in parts)]
-        for name in ("fx", "inductor", "breakable", "breakable_inductor")
+    rows = [
+        [
+            label,
+            _us(row["piecewise"]["step_us"]),
+            _us(row["piecewise"]["host_us"]),
+            f"{row['piecewise_to_full']:.2f}",
+            f"{row['full_to_hand_made']:.3f}",
+            f"{row['glue']:.1f}",
+            str(row["num_graphs"]),
+            f"{row['pool_mib']:.0f}",
+        ]
+        for name, label in names.items()
+        if (row := raw.get(name))
     ]
-    return _table(["MiB", *parts[:-2], "in all", "given back"], table)
+    head = ["strategy, compiler", "step µs", "host µs", "÷ its full graph", "full ÷ hand-made"]
+    return _table([*head, "glue µs", "graphs", "pool MiB"], rows)
 
 
 def starts() -> str:
@@ -180,8 +127,8 @@ def warm() -> str:
 
 def glue() -> str:
     """What is left of a step and of a call when nothing runs."""
-    own = _raw("call-h200")["glue"]
-    capture = _raw("strategies-h200")["strategies"]["fx"]["seconds"]["capture"]
+    raw = _raw("calls-h200")
+    own, capture = raw["glue"], raw["piecewise"]["inductor"]["seconds"]["capture"]
     call, batch = own["call_minus_steps_us"], own["call_with_batch_minus_steps_us"]
     return (
         f"With every replay and op body empty, a step of {own['step_callables']} callables takes "
@@ -208,10 +155,7 @@ def llama_8b() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "calls": calls,
-    "rows": rows,
-    "decode": decode,
     "strategies": strategies,
-    "memory": memory,
     "starts": starts,
     "warm": warm,
     "glue": glue,
