@@ -19,7 +19,8 @@ from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import EntryKey
 from pcgsvc.config import Outputs
 from pcgsvc.errors import BatchError, PcgError
-from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch, refuse_lost_context
+from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
+from pcgsvc.forward.recheck import BatchChecker
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.sampling import Sampling
 from pcgsvc.forward.workspace import Workspace
@@ -33,7 +34,7 @@ from pcgsvc.serve.dispatch import Dispatch, DispatchTable, unlike_traced
 from pcgsvc.serve.embed import embed
 from pcgsvc.serve.generate import generate, stream
 from pcgsvc.serve.inputs import InputBinder
-from pcgsvc.serve.replay import Replay, input_views, poison_others
+from pcgsvc.serve.replay import Replay, Route, clone_all, input_views, poison_others
 from pcgsvc.serve.slots import NewToken
 from pcgsvc.serve.streams import CallOrder
 from pcgsvc.serve.summary import summary
@@ -85,18 +86,25 @@ class Runner:
         self._counts = CallCounts(config, self.dispatch, table)
         static = memory.static_tensors if config.debug.check_addresses else None
         self._weights = Weights(model.module, memory.tensors, static)
-        self._plain_calls: dict[int, tuple[CheckedBatch, bool, EntryKey | None]] = {}
-        """What calls without a batch are served by, by row count."""
+        self._batches = BatchChecker(memory.geometry)
+        self._served: tuple[CheckedBatch | None, Route | None] = None, None
+        """The last call's batch, and what serves it."""
+        self._without_batch: dict[int, tuple[CheckedBatch, Route]] = {}
+        """The same for calls without a batch, by row count."""
+        self._routes: dict[tuple[int, bool], Route] = {}
+        """By row count, and whether the batch is uniform."""
         self._inputs = InputBinder(model.arguments, memory)
         clone = config.outputs is Outputs.CLONE
-        self._cloned = range(len(model.outputs.specs)) if clone else input_views(table, memory)
+        every = list(range(len(model.outputs.specs)))
+        self._cloned = every if clone else input_views(table, memory)
         """The graph results that a call clones."""
-        self._depends_on = model.depends_on
         self._poison = config.debug.poison
         self._query_len = config.capture.uniform_query_len
         self._device_type = memory.device.type
         self._order = None if memory.stream is None else CallOrder(memory.stream)
         self._replays: dict[EntryKey, Replay] = {}
+        self.prepared: object = None
+        """The prepared call that has the buffers; each other call takes them."""
 
     # -- calls --
 
@@ -143,23 +151,22 @@ class Runner:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch | CheckedBatch | None
     ) -> Any:
         self.ensure_open()
-        inputs, num_tokens = self._inputs.bind(args, kwargs)
-        checked, uniform, key = self._find(batch, num_tokens)
-        unlike = None
-        if self._depends_on:
-            unlike = unlike_traced(self._depends_on, self.memory.inputs, inputs)
-            key = key if unlike is None else None
-        if key is None:
-            self._counts.uncovered(checked, uniform, unlike)
+        values, num_tokens = self._inputs.bind(args, kwargs)
+        checked, route = self._find(batch, num_tokens)
         self._weights.check()
-        self._counts.calls[num_tokens, uniform] += 1
+        unlike = None
+        if self.model.depends_on:
+            unlike = unlike_traced(self.model.depends_on, self.memory.inputs, values)
+        if route is None or unlike is not None:
+            self._counts.uncovered(checked, self.dispatch.is_uniform(checked.query_lens), unlike)
+        self.prepared = None
         order = self._order
         if order is None and not torch.is_autocast_enabled("cpu"):
-            return self._execute(key, inputs, checked, unlike)
+            return self._execute(route, values, checked, unlike)
         if order is not None and torch_private.current_device() != order.index:
             with torch.cuda.device(order.index):
-                return self._execute_apart(key, inputs, checked, unlike)
-        return self._execute_apart(key, inputs, checked, unlike)
+                return self._execute_apart(route, values, checked, unlike)
+        return self._execute_apart(route, values, checked, unlike)
 
     def plan(self, num_tokens: int, query_lens: Sequence[int] | None = None) -> Dispatch:
         """Return what a batch of `num_tokens` rows would run, and why; runs nothing.
@@ -290,10 +297,11 @@ class Runner:
             self._counts.log_totals()
             if self._order is not None:
                 self._order.synchronize()
-            self._replays.clear()
-            self.table.entries.clear()
+            self._counts.close()
+            self._served, self.prepared = (None, None), None
+            for held in (self._replays, self._routes, self._without_batch, self.table.entries):
+                held.clear()
             self.memory.close()
-            self._plain_calls.clear()
             self._at_close()
             del self.request, self.model, self.memory, self.table, self._weights, self._inputs
 
@@ -322,39 +330,49 @@ class Runner:
 
     def _find(
         self, batch: Batch | CheckedBatch | None, num_tokens: int
-    ) -> tuple[CheckedBatch, bool, EntryKey | None]:
-        """Return the checked batch, whether it is uniform, and the entry that serves it.
+    ) -> tuple[CheckedBatch, Route | None]:
+        """Return the checked batch and what serves it; None: no graph does.
 
         What a call without a batch means is worked out once per row count.
         """
         if batch is None:
-            found = self._plain_calls.get(num_tokens)
-            if found is not None:
-                return found
-        checked = self._check(batch, num_tokens)
-        uniform = self.dispatch.is_uniform(checked.query_lens)
-        key = self.dispatch.find(num_tokens, len(checked.query_lens), uniform)
-        if batch is None and num_tokens <= self.memory.max_tokens:
-            checked.images = {}
-            self._plain_calls[num_tokens] = checked, uniform, key
-        return checked, uniform, key
+            kept = self._without_batch.get(num_tokens)
+            if kept is not None:
+                return kept
+            checked = check_batch(None, num_tokens, self.memory.geometry)
+            route = self.route_of(checked)
+            if route is not None:
+                self._without_batch[num_tokens] = checked, route
+            return checked, route
+        if not isinstance(batch, CheckedBatch):
+            batch = self._batches.check(batch, num_tokens)
+        elif batch.num_tokens != num_tokens:
+            raise BatchError(f"batch: of {batch.num_tokens} rows; the inputs have {num_tokens}.")
+        if self._served[0] is not batch:
+            self._served = batch, self.route_of(batch)
+        return batch, self._served[1]
 
-    def _check(self, batch: Batch | CheckedBatch | None, num_tokens: int) -> CheckedBatch:
-        if isinstance(batch, CheckedBatch):
-            if batch.num_tokens != num_tokens:
-                raise BatchError(
-                    f"batch: of {batch.num_tokens} rows; the inputs have {num_tokens}."
-                )
-            return batch
-        checked = check_batch(batch, num_tokens, self.memory.geometry)
-        if batch is not None and batch.block_tables is None:
-            refuse_lost_context(checked)
-        return checked
+    def route_of(self, batch: CheckedBatch) -> Route | None:
+        """Return what serves a batch; None: no graph does. Used under the lock."""
+        rows, uniform = batch.num_tokens, self.dispatch.is_uniform(batch.query_lens)
+        key = self.dispatch.find(rows, len(batch.query_lens), uniform)
+        if key is None:
+            return None
+        route = self._routes.get((rows, uniform))
+        if route is None:
+            replay = self._replays.get(key)
+            if replay is None:
+                entry = self.table.entries[key]
+                replay = self._replays[key] = Replay(key, entry, self._query_len)
+            route = Route(replay, self.model, self.memory, rows, uniform)
+            self._routes[rows, uniform] = route
+            self._counts.routes.append(route)
+        return route
 
     def _execute_apart(
         self,
-        key: EntryKey | None,
-        inputs: dict[str, torch.Tensor],
+        route: Route | None,
+        values: Sequence[torch.Tensor],
         batch: CheckedBatch,
         unlike: str | None,
     ) -> Any:
@@ -364,50 +382,48 @@ class Runner:
             order.enter()
         try:
             if not torch.is_autocast_enabled(self._device_type):
-                return self._execute(key, inputs, batch, unlike)
+                return self._execute(route, values, batch, unlike)
             if not self._autocast_met:
                 logger.warning("called under torch.autocast, which a runner does not follow")
                 self._autocast_met = True
             with torch.autocast(self._device_type, enabled=False):
-                return self._execute(key, inputs, batch, unlike)
+                return self._execute(route, values, batch, unlike)
         finally:
             if order is not None:
                 order.leave()
 
     def _execute(
         self,
-        key: EntryKey | None,
-        inputs: dict[str, torch.Tensor],
+        route: Route | None,
+        values: Sequence[torch.Tensor],
         batch: CheckedBatch,
         unlike: str | None,
     ) -> Any:
-        if key is not None:
-            results = self._replay(key, inputs, batch)
+        if route is not None and unlike is None:
+            results = self._replay(route, values, batch)
         elif unlike is None and self.dispatch.is_valid(batch.num_tokens):
-            results = self._run_uncaptured(inputs, batch)
+            results = self._run_uncaptured(values, batch)
         else:
-            return self._run_itself(inputs, batch)
-        for at in self._cloned:
+            return self._run_itself(values, batch)
+        if len(self._cloned) == 1:
+            at = self._cloned[0]
             results[at] = results[at].clone()
-        return self.model.outputs.build(results, inputs)
+        elif self._cloned:
+            clone_all(results, self._cloned)
+        return self.model.outputs.build(results, values)
 
     def _replay(
-        self,
-        key: EntryKey,
-        inputs: dict[str, torch.Tensor],
-        batch: CheckedBatch,
+        self, route: Route, values: Sequence[torch.Tensor], batch: CheckedBatch
     ) -> list[torch.Tensor]:
-        replay = self._replays.get(key)
-        if replay is None:
-            entry = self.table.entries[key]
-            replay = self._replays[key] = Replay(key, entry, self.model)
-        size, rows = replay.size, batch.num_tokens
+        replay = route.replay
         if self._poison:
             poison_others(self.table, replay.entry)
-        self.memory.load(inputs, rows, size)
-        if replay.reads_metadata:
-            query_len = self._query_len if replay.uniform else None
-            context = self.memory.context(batch, size, query_len, in_full_graph=replay.is_full)
+        self.memory.copy_in(values, route.load)
+        route.calls += 1
+        if self.model.reads_metadata:
+            context = self.memory.context(
+                batch, replay.size, replay.query_len, in_full_graph=replay.is_full
+            )
             token = set_context(context)
             try:
                 for step in replay.steps:
@@ -417,30 +433,28 @@ class Runner:
         else:
             for step in replay.steps:
                 step()
-        counts = self._counts
-        counts.hits[replay.name] += 1
-        counts.rows += rows
-        counts.padded += size - rows
-        return replay.results(rows)
+        route.hits += 1
+        return route.results.copy()
 
     def _run_uncaptured(
-        self, inputs: dict[str, torch.Tensor], batch: CheckedBatch
+        self, values: Sequence[torch.Tensor], batch: CheckedBatch
     ) -> list[torch.Tensor]:
         """Run the program without graphs."""
         memory, rows = self.memory, batch.num_tokens
-        device = memory.device
-        inputs = {s.name: s.laid_out(inputs[s.name].to(device)) for s in memory.inputs}
+        pairs = zip(memory.inputs, values, strict=True)
+        inputs = {s.name: s.laid_out(v.to(memory.device)) for s, v in pairs}
         self._counts.rows += rows
         with use_context(self.memory.unpadded_context(batch)):
             program = self.model.program.for_size(rows)
             return program.run(memory.values(inputs, rows), Direct())
 
-    def _run_itself(self, inputs: dict[str, torch.Tensor], batch: CheckedBatch) -> Any:
+    def _run_itself(self, values: Sequence[torch.Tensor], batch: CheckedBatch) -> Any:
         """Return what the module itself gives, for a call that the program is not valid for.
 
         Nothing of the trace may be put around it: its result may have another structure.
         """
-        moved = {k: v.to(self.memory.device) for k, v in inputs.items()}
+        pairs = zip(self.memory.inputs, values, strict=True)
+        moved = {s.name: v.to(self.memory.device) for s, v in pairs}
         self._counts.rows += batch.num_tokens
         with use_context(self.memory.unpadded_context(batch)):
             return self.model.module(**moved, **self.model.arguments.constants)
