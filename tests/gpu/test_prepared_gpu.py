@@ -113,11 +113,7 @@ def test_a_step_inside_somebody_s_capture_is_refused_by_name(
     call = runner.prepare(8)
     for inside in (call.step, call.update):
         graph = torch.cuda.CUDAGraph()
-        with (
-            pytest.raises(PcgError, match="captured into another CUDA graph"),
-            torch.cuda.graph(graph),
-        ):
-            x * 2
+        with pytest.raises(PcgError, match="captured into another CUDA"), torch.cuda.graph(graph):
             inside()
     call.update()
     call.inputs["x"].copy_(x)
