@@ -431,6 +431,18 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
+def wake_compile_workers() -> None:
+    """Have Inductor's worker processes start now, if it may have any.
+
+    Else the first kernel to be compiled starts them, and is compiled without, as are those after it
+    until they are ready.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    if hasattr(AsyncCompile, "use_process_pool"):
+        AsyncCompile.use_process_pool()
+
+
 def stop_compile_workers() -> None:
     """End Inductor's worker processes; the next parallel compile starts new ones."""
     from torch._inductor import async_compile

@@ -88,6 +88,12 @@ class Engine(Protocol):
     def free_bytes(self) -> int:
         """Return the device's free memory in bytes; 0 where it is not counted."""
 
+    def reserved_bytes(self) -> int:
+        """Return the device memory that torch's allocator holds, pools included, in bytes."""
+
+    def give_back(self) -> None:
+        """Give the device back what torch's allocator holds and nothing uses."""
+
 
 @dataclass(kw_only=True)
 class Entry:

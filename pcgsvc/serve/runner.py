@@ -58,6 +58,7 @@ class Runner:
             resolution,
             table.entries,
             uniform_query_len=config.capture.uniform_query_len,
+            max_padding=config.capture.max_padding,
             max_reqs=memory.max_reqs,
             skipped=table.skipped,
             predicate=model.predicate,
