@@ -707,6 +707,22 @@ def test_set_grad_turns_gradients_off_and_on() -> None:
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_several_tensors_are_copied_at_once(device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        shapes = [(3, 4), (5,), (2, 3)]
+        values = [torch.arange(30, dtype=dtype)[: math.prod(s)].view(s).to(device) for s in shapes]
+        values[2] = values[2].t().contiguous().t()  # laid out otherwise
+        targets = [torch.zeros(s, dtype=dtype, device=device) for s in shapes]
+        assert private.can_copy_all(targets)
+        private.copy_all(targets, (*values[:2], values[2].cpu()))
+        for one, other in zip(targets, values, strict=True):
+            assert torch.equal(one, other)
+        assert not private.can_copy_all(targets[:1])
+        assert not private.can_copy_all([*targets, torch.zeros(2, dtype=torch.float16)])
+    assert not private.can_copy_all([torch.zeros(2, dtype=torch.float8_e4m3fn)] * 2)
+
+
 @pytest.mark.gpu
 def test_streams_and_devices_are_known_by_number() -> None:
     torch.cuda.init()
