@@ -697,6 +697,22 @@ def set_grad(enabled: bool) -> None:
     torch._C._set_grad_enabled(enabled)
 
 
+def copy_all(targets: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy tensors in one kernel, where `can_copy_all` and they lie alike on one device."""
+    torch._foreach_copy_(targets, list(values), non_blocking=True)
+
+
+def can_copy_all(targets: Sequence[torch.Tensor]) -> bool:
+    """Whether one kernel may write several tensors: it knows these dtypes, one at a time."""
+    dtypes = {t.dtype for t in targets}
+    return len(targets) > 1 and len(dtypes) == 1 and dtypes <= _COPIED_AT_ONCE
+
+
+_COPIED_AT_ONCE = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+)
+
+
 def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     """Return a CUDA tensor over the same memory that does not keep the memory alive.
 

@@ -62,8 +62,9 @@ class CudaEngine:
         if any("CUDA Graph is empty" in str(w.message) for w in said):
             self._empty = graph
             return None
-        graph.replay()
-        return graph.replay
+        replay: Step = super(torch.cuda.CUDAGraph, graph).replay  # without torch's Python around it
+        replay()
+        return replay
 
     def abort(self) -> None:
         """See `Engine.abort`. The graph is ended so that the pool is released, then dropped."""

@@ -6,7 +6,7 @@ In: the requested mode, what the program's boundaries support, and the entries t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,17 +19,18 @@ from pcgsvc.program.model import IDENTITY, LAYOUT
 
 
 def unlike_traced(
-    depends_on: frozenset[str], specs: Sequence[InputSpec], inputs: Mapping[str, torch.Tensor]
+    depends_on: frozenset[str], specs: Sequence[InputSpec], values: Sequence[torch.Tensor]
 ) -> str | None:
     """Return why the traced forward does not stand for a call of these inputs, or None.
 
     `depends_on`: on what of its inputs besides their values the forward depends.
     """
-    if IDENTITY in depends_on and len({id(inputs[s.name]) for s in specs}) < len(specs):
+    if IDENTITY in depends_on and len({id(v) for v in values}) < len(values):
         return (
             "one tensor is passed twice, and the forward depends on that; run by the module itself"
         )
-    others = [s.name for s in specs if LAYOUT in depends_on and not s.is_laid_out(inputs[s.name])]
+    pairs = zip(specs, values, strict=True) if LAYOUT in depends_on else ()
+    others = [spec.name for spec, value in pairs if not spec.is_laid_out(value)]
     if not others:
         return None
     return (
