@@ -19,6 +19,7 @@ from pcgsvc import torch_private
 from pcgsvc.compilers.residual_add import split_residual_adds
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.ops.attention_quant import fuse_attention_quant
+from pcgsvc.ops.gemv import fuse_small_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class GraphPass:
 
 PASSES: dict[str, GraphPass] = {
     "attention_quant": GraphPass(run=fuse_attention_quant),
+    "gemv": GraphPass(run=fuse_small_products),
     "residual_add": GraphPass(run=split_residual_adds, late=True),
 }
 """By name; whoever has another one adds it before building."""
