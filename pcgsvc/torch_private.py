@@ -408,14 +408,22 @@ def tuning_options(*, max_autotune: bool, combo_kernels: bool, threads: int) -> 
     return {name: v for name, v in wanted.items() if hasattr(inductor_config, name)}
 
 
-def graph_pass(functions: Sequence[Callable[[torch.fx.Graph], None]], identity: str) -> Any:
-    """Return functions as one custom pass of Inductor's; its cache keys contain `identity`."""
+def graph_pass(
+    functions: Sequence[Callable[[torch.fx.Graph], list[str] | None]], identity: str
+) -> Any:
+    """Return functions as one custom pass of Inductor's; its cache keys contain `identity`.
+
+    What the functions return is put into the pass's `problems`.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
+        def __init__(self) -> None:
+            self.problems: list[str] = []
+
         def __call__(self, graph: torch.fx.Graph) -> None:
             for function in functions:
-                function(graph)
+                self.problems += function(graph) or []
 
         def uuid(self) -> str:
             return identity

@@ -40,6 +40,8 @@ class InductorPiece:
         self._baked = frozenset(baked)
         """Places of the arguments that are compiled in."""
         self.boundaries = boundaries
+        self.problems: list[str] = []
+        """What the passes were to do and did not, as warnings; not stored."""
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the piece."""
@@ -132,9 +134,10 @@ def compile_piece(
     if not piece.outputs:
         _add_output(module)
     inputs = [n.meta["example_value"] for n in module.graph.nodes if n.op == "placeholder"]
+    options = _options(config, cut)
     try:
         with torch.no_grad():
-            artifact = torch_private.inductor_compile(module, inputs, _options(config, cut))
+            artifact = torch_private.inductor_compile(module, inputs, options)
     except Exception as error:
         raise CompileError(
             f"{piece.name}: inductor cannot compile it ({type(error).__name__}: {error}). "
@@ -142,6 +145,8 @@ def compile_piece(
         ) from error
     baked = () if size is None else baked_inputs(piece.document or {})
     compiled = InductorPiece(artifact, len(piece.outputs), boundaries, baked)
+    for option in options["config_patches"].values():
+        compiled.problems += getattr(option, "problems", [])  # of a pass
     if dump_path is not None:
         dump_path.write_text(compiled.generated())
     return compiled

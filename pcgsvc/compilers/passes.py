@@ -26,8 +26,9 @@ from pcgsvc.ops.gemv import fuse_small_products
 class GraphPass:
     """A change of the graph that Inductor has decomposed and not yet lowered."""
 
-    run: Callable[[torch.fx.Graph], None]
-    """Changes the graph in place; writes are functionalised in it."""
+    run: Callable[[torch.fx.Graph], list[str] | None]
+    """Changes the graph in place; writes are functionalised in it. It may return what it was to do
+    and did not, for the report's warnings."""
     late: bool = False
     """After Inductor's own passes, not before them."""
 

@@ -15,35 +15,34 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pcgsvc import torch_private
+from pcgsvc.config.resolve import GEMV_ROWS
+from pcgsvc.ops.gemv_tuning import choose_plan, launch, padded_rows
 
 aten = torch.ops.aten
 
-MAX_ROWS = 16
-"""Above it the arithmetic counts, no longer the weights alone."""
+_MIN_BYTES = 1 << 20
+"""Of a weight; below it a launch's latency counts, no longer the weight."""
+_DEVICE = "cuda"
 
 
 @torch.library.custom_op("pcgsvc::gemv", mutates_args=())
 def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
-    up: torch.Tensor | None,
     norm: torch.Tensor | None,
     residual: torch.Tensor | None,
+    gated: bool,
     eps: float,
     plan: list[int],
 ) -> torch.Tensor:
-    """Return `y = h @ weight^T` [M, N], h being x, or x RMS-normed and times `norm`.
-
-    With `up` it is silu(y) * (h @ up^T), with `residual` residual + y. On CUDA all of it is one
-    Triton kernel, which accumulates in float32 and rounds h once at most.
+    """Return x @ weight^T [M, N], with what is around it; on CUDA in one Triton kernel.
 
     Args:
         x: [M, K].
-        weight: [N, K], row by row.
-        up: like weight, or None.
-        norm: [K], or None.
-        residual: [M, N], or None.
+        weight: [N, K], row by row; [2N, K] if `gated`.
+        norm: [K]; x is RMS-normed and multiplied by it first. None: it is not.
+        residual: [M, N], added last, or None.
+        gated: the result is silu(first half of the columns) * second half.
         eps: of the norm.
         plan: of the launch; speed only.
     """
@@ -52,21 +51,18 @@ def gemv(
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         x = norm * wide.to(x.dtype)
     y = functional.linear(x, weight)
-    if up is not None:
-        y = functional.silu(y) * functional.linear(x, up)
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = functional.silu(gate) * up
     return y if residual is None else residual + y
 
 
 @gemv.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _(x: torch.Tensor, weight: torch.Tensor, _: Any, __: Any, gated: bool, *___: Any) -> Any:
+    return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
 
 
-_DEVICE = "cuda"
-
-
-def plan_product(rows: int, columns: int, features: int, gated: bool) -> list[int]:
-    return [0]
+gemv.register_kernel("cuda")(launch)
 
 
 # ---- the pass ------------------------------------------------------------------------------------
@@ -82,57 +78,59 @@ _EXP = (aten.add.Tensor, (aten.exp.default, (aten.neg.default, _GATE)), 1)
 _SWIGLU = (aten.mul.Tensor, (_CONVERT, (aten.div.Tensor, _GATE, _EXP), torch.bfloat16), "up")
 
 
-def fuse_small_products(graph: torch.fx.Graph) -> None:
-    """Replace products of at most `MAX_ROWS` rows by a weight, on a GPU, by `pcgsvc::gemv`."""
+def fuse_small_products(graph: torch.fx.Graph) -> list[str]:
+    """Replace products of at most `GEMV_ROWS` rows by a weight, on a GPU, by `pcgsvc::gemv`.
+
+    Where torch's product is faster it stays. Returns what is wrong with those that stay otherwise.
+    """
+    problems = []
     for node in list(graph.nodes):
         if node.target is aten.mm.default and _is_small(*node.args):
-            _replace(graph, node)
+            problems.append(_replace(graph, node))
     graph.eliminate_dead_code()
+    return [f"compiler.passes: gemv is off for {p}" for p in problems if p is not None]
 
 
 def _is_small(x: torch.fx.Node, right: torch.fx.Node) -> bool:
-    """Whether few bfloat16 rows are multiplied by a weight [N, K] that lies row by row."""
+    """Whether few bfloat16 rows are multiplied by a large weight [N, K] that lies row by row."""
     rows, weight = x.meta["val"], right.meta["val"]
     return bool(
         right.target is aten.permute.default
         and rows.device.type == _DEVICE
         and rows.dtype is torch.bfloat16
         and isinstance(rows.shape[0], int)
-        and rows.shape[0] <= MAX_ROWS
+        and rows.shape[0] <= GEMV_ROWS
         and tuple(weight.stride()) == (1, weight.shape[0])
+        and 2 * weight.numel() >= _MIN_BYTES
     )
 
 
-def _replace(graph: torch.fx.Graph, product: torch.fx.Node) -> None:
+def _replace(graph: torch.fx.Graph, product: torch.fx.Node) -> str | None:
+    """Replace a product, with what is around it; return what is wrong with that, or None."""
     x: Any = product.args[0]
     weight: Any = product.args[1].args[0]  # type: ignore[union-attr]
-    up = norm = residual = None
-    before: dict[str, Any] = {}
-    if _matches(x, _NORM, before) and before["norm"].meta["val"].dim() == 1:
-        x, norm = before["x"], before["norm"]
-    last = product
-    if (gated := _swiglu_of(product)) is not None:
-        last, half = gated, product.meta["val"].shape[1] // 2
-        with graph.inserting_before(last):
-            weight, up = (_part(graph, weight, at, half) for at in (0, half))
-    elif (added := _sum_of(product)) is not None:
+    (rows, features), value = x.meta["val"].shape, weight.meta["val"]
+    gated = _swiglu_of(product)
+    choice = choose_plan(
+        padded_rows(rows), value.shape[0], features, gated is not None, value.device
+    )
+    if choice.plan is None:
+        return choice.problem
+    last, norm, residual, found = gated or product, None, None, dict[str, Any]()
+    # Several rows are normed as they are loaded, by every program again: slower than a kernel.
+    if rows == 1 and _matches(x, _NORM, found) and found["norm"].meta["val"].dim() == 1:
+        x, norm = found["x"], found["norm"]
+    if gated is None and (added := _sum_of(product)) is not None:
         last, residual = added
-    rows, columns = last.meta["val"].shape
-    plan = plan_product(rows, columns, weight.meta["val"].shape[1], up is not None)
-    args = (x, weight, up, norm, residual, before.get("eps", 0.0), plan)
+    eps, plan = found.get("eps", 0.0), list(choice.plan)
     with graph.inserting_before(last):
-        made = graph.call_function(torch.ops.pcgsvc.gemv.default, args)
+        made = graph.call_function(
+            torch.ops.pcgsvc.gemv.default, (x, weight, norm, residual, gated is not None, eps, plan)
+        )
     made.meta = dict(last.meta)
     last.replace_all_uses_with(made)
     graph.erase_node(last)
-
-
-def _part(graph: torch.fx.Graph, weight: torch.fx.Node, start: int, rows: int) -> torch.fx.Node:
-    args = (weight, 0, start, start + rows)
-    part = graph.call_function(aten.slice.Tensor, args)
-    values = (weight.meta["val"], *args[1:])
-    part.meta["val"] = torch_private.fake_call(aten.slice.Tensor, values, {})
-    return part
+    return None
 
 
 def _sum_of(product: torch.fx.Node) -> tuple[torch.fx.Node, Any] | None:
@@ -152,9 +150,14 @@ def _swiglu_of(product: torch.fx.Node) -> torch.fx.Node | None:
     """Return `silu(first half) * second half` of a product, where nothing else reads the halves."""
     (split, *others) = product.users
     half = product.meta["val"].shape[1] // 2
-    if others or split.target is not aten.split.Tensor or split.args[1:] not in (
-        (half, -1),
-        (half, 1),
+    if (
+        others
+        or split.target is not aten.split.Tensor
+        or split.args[1:]
+        not in (
+            (half, -1),
+            (half, 1),
+        )
     ):
         return None
     halves = {n.args[1]: n for n in split.users if n.target is operator.getitem}

@@ -11,25 +11,11 @@ Shapes: M rows, N columns of the result, K features; a program makes BLOCK_N col
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Ask for the lines at these addresses to be brought into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
 def _add_product(total, w, row, M_PAD: tl.constexpr):
-    """Add w [BLOCK_N, BLOCK_K] by row [M_PAD, BLOCK_K]; one row stays unsummed over the features."""
+    """Add w [BLOCK_N, BLOCK_K] by row [M_PAD, BLOCK_K]; of one row the features stay unsummed."""
     if M_PAD == 1:
         total += w.to(tl.float32) * row.to(tl.float32)
     else:
@@ -41,7 +27,6 @@ def _add_product(total, w, row, M_PAD: tl.constexpr):
 def product(
     x,
     weight,
-    up,
     norm,
     residual,
     out,
@@ -54,30 +39,16 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    UP: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr,
+    GATED: tl.constexpr,
 ):
-    """See `pcgsvc::gemv`. Grid: (cdiv(N, BLOCK_N),); BLOCK_K divides K.
-
-    `OVERLAP`: the launch may begin while the one before it still runs. Until that one has ended it
-    only asks for the first AHEAD features of its weights; that is no read, so that even a weight
-    that is written just then is right.
-    """
+    """See `pcgsvc::gemv`. Grid: (cdiv(N, BLOCK_N),); BLOCK_K divides K. NORM: one row only."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     m = tl.arange(0, M_PAD)
+    up = weight + tl.cast(columns, tl.int64) * features
     w_row = tl.minimum(n, columns - 1).to(tl.int64)[:, None] * features
-    if OVERLAP:
-        gdc_launch_dependents()
-        if AHEAD > 0:
-            line = w_row + tl.arange(0, AHEAD // 64)[None, :] * 64
-            _prefetch(weight + line)
-            if UP:
-                _prefetch(up + line)
-        gdc_wait()
     WIDTH: tl.constexpr = BLOCK_K if M_PAD == 1 else M_PAD
     total = tl.zeros([BLOCK_N, WIDTH], tl.float32)
     total_up = tl.zeros([BLOCK_N, WIDTH], tl.float32)
@@ -87,11 +58,11 @@ def product(
         w = tl.load(weight + w_row + (start + k)[None, :])
         row = tl.load(x_at + start)
         if NORM:
-            wide = row.to(tl.float32)
-            squares += wide * wide
-            row = (wide * tl.load(norm + start + k).to(tl.float32)[None, :]).to(row.dtype)
+            row = row.to(tl.float32)
+            squares += row * row
+            row *= tl.load(norm + start + k).to(tl.float32)[None, :]
         total = _add_product(total, w, row, M_PAD)
-        if UP:
+        if GATED:
             w_up = tl.load(up + w_row + (start + k)[None, :])
             total_up = _add_product(total_up, w_up, row, M_PAD)
     if M_PAD == 1:
@@ -103,7 +74,7 @@ def product(
         total_up *= scale
     # Rounded where the separate ops round as well.
     y = total.to(out.dtype.element_ty)
-    if UP:
+    if GATED:
         gate = y.to(tl.float32)
         gate = (gate / (1 + tl.exp(-gate))).to(y.dtype).to(tl.float32)
         y = (gate * total_up.to(y.dtype).to(tl.float32)).to(y.dtype)
