@@ -1,4 +1,4 @@
-"""`compiler.passes=[gemv]`: which products become one op with what is around them."""
+"""`compiler.passes=[gemv]`: which products become one op, and at which sizes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from core_helpers import trace_of
 
+from pcgsvc.capture.plan import _idle_gemv
+from pcgsvc.compilers.inductor import compile_piece
+from pcgsvc.config import Compiler, CompilerConfig, Config, from_dict, resolve
 from pcgsvc.ops import gemv as gemv_module
 from pcgsvc.ops.gemv import fuse_small_products
 from pcgsvc.ops.gemv_tuning import Choice, Plan
+from pcgsvc.partition.fx import partition_fx
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 WIDTH, INNER = 32, 48
@@ -170,3 +175,73 @@ def test_swiglu_the_other_way_round_is_not_taken_for_it() -> None:
     gate, up = b.halves(b.product(b.x, 2 * INNER))
     (call,) = b.fused(b.swiglu(up, gate))
     assert parts(call) == (False, False, False)
+
+
+# ---- settings, compiling -------------------------------------------------------------------------
+
+
+def configured(device: str, **settings: Any) -> Config:
+    compiler = {"name": "inductor", "passes": ["gemv"], **settings.pop("compiler", {})}
+    tree = {"compiler": compiler, "capture": {"sizes": [1, 8, 16, 32]}, **settings}
+    return resolve(from_dict(tree), device_type=device)
+
+
+def test_it_brings_exact_sizes_on_cuda() -> None:
+    assert configured("cuda").compiler.specialize_sizes == [1, 8, 16]
+    assert configured("cuda", compiler={"specialize_sizes": [8, 32]}).compiler.specialize_sizes == [
+        8,
+        32,
+    ]
+    for none in (
+        configured("cpu"),
+        configured("cuda", compiler={"passes": ["residual_add"]}),
+        configured("cuda", partition={"strategy": "breakable"}),
+    ):
+        assert none.compiler.specialize_sizes == []
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "told"),
+    [
+        ("cuda", {}, False),
+        ("cuda", {"compiler": {"specialize_sizes": [32]}}, True),
+        ("cuda", {"partition": {"strategy": "breakable"}}, True),
+        ("cpu", {}, False),
+    ],
+)
+def test_where_it_can_do_nothing_is_told(device: str, settings: dict[str, Any], told: bool) -> None:
+    request: Any = SimpleNamespace(
+        config=configured(device, **settings), device=torch.device(device)
+    )
+    assert any("gemv does nothing" in warning for warning in _idle_gemv(request)) is told
+
+
+class Product(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.randn(3, WIDTH).bfloat16()
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH).bfloat16(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.slow
+def test_a_region_of_an_exact_size_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Product().eval()
+    (piece,) = partition_fx(trace_of(module, module.x), None).pieces
+    config = CompilerConfig(name=Compiler.INDUCTOR, passes=["gemv"])
+    assert "pcgsvc.gemv" not in compile_piece(piece, config).generated()
+    exact = compile_piece(piece, config, size=4)
+    assert "pcgsvc.gemv" in exact.generated()
+    assert exact.problems == []
+    x = torch.randn(4, WIDTH).bfloat16()
+    values = [node.meta["example_value"] for node in piece.inputs]
+    args = [
+        (module.weight if v.shape[0] == WIDTH else x) if isinstance(v, torch.Tensor) else len(x)
+        for v in values
+    ]
+    (got,) = exact(*args)
+    assert torch.equal(got, module(x))
+    choose(monkeypatch, Choice(None, "it"))
+    assert compile_piece(piece, config, size=5).problems == ["compiler.passes: gemv is off for it"]
