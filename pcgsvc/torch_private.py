@@ -387,6 +387,25 @@ def inductor_compile(
     )
 
 
+@contextlib.contextmanager
+def tuned_for(rows: int, inputs: Sequence[Any]) -> Iterator[None]:
+    """Have Inductor choose block sizes for `rows` where it does for the row count of the trace.
+
+    `inputs`: of the graph; they share one symbol, the row count.
+    """
+    import sympy
+
+    shapes = [x.shape if isinstance(x, torch.Tensor) else (x,) for x in inputs]
+    symbolic = [n.node for shape in shapes for n in shape if isinstance(n, torch.SymInt)]
+    hints = symbolic[0].shape_env.backed_var_to_val if symbolic else {}
+    before = dict(hints)
+    hints.update(dict.fromkeys(before, sympy.Integer(rows)))
+    try:
+        yield
+    finally:
+        hints.update(before)
+
+
 def partition_options(names: Sequence[str]) -> dict[str, Any]:
     """Return the Inductor options that split its graph at custom ops, given as `ns::op`."""
     import torch._inductor.config as inductor_config
@@ -437,6 +456,18 @@ def fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def wake_compile_workers() -> None:
+    """Have Inductor's worker processes start now, if it may have any.
+
+    Else the first kernel to be compiled starts them, and is compiled without, as are those after it
+    until they are ready.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    if hasattr(AsyncCompile, "use_process_pool"):
+        AsyncCompile.use_process_pool()
 
 
 def stop_compile_workers() -> None:
@@ -691,6 +722,22 @@ def is_external_stream(stream: torch.cuda.Stream) -> bool:
 def set_grad(enabled: bool) -> None:
     """Turn gradients on or off for this thread; `torch.set_grad_enabled` without its object."""
     torch._C._set_grad_enabled(enabled)
+
+
+def copy_all(targets: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy tensors in one kernel, where `can_copy_all` and they lie alike on one device."""
+    torch._foreach_copy_(targets, list(values), non_blocking=True)
+
+
+def can_copy_all(targets: Sequence[torch.Tensor]) -> bool:
+    """Whether one kernel may write several tensors: it knows these dtypes, one at a time."""
+    dtypes = {t.dtype for t in targets}
+    return len(targets) > 1 and len(dtypes) == 1 and dtypes <= _COPIED_AT_ONCE
+
+
+_COPIED_AT_ONCE = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+)
 
 
 def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:

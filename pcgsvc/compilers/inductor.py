@@ -23,6 +23,11 @@ from pcgsvc.program.pieces import Piece, graph_module
 from pcgsvc.program.program import Boundaries, boundaries_of
 
 
+_ROWS = 509
+"""Rows that the blocks of a region's pointwise kernels are for. At the 11 of the trace they would be
+so small that 512 rows take twice as long. A prime, so that no size is special."""
+
+
 class InductorPiece:
     """A compiled piece. On the CPU its kernels are C++ that no dispatch mode sees."""
 
@@ -136,7 +141,8 @@ def compile_piece(
     inputs = [n.meta["example_value"] for n in module.graph.nodes if n.op == "placeholder"]
     options = _options(config, cut)
     try:
-        with torch.no_grad():
+        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
+        with torch.no_grad(), torch_private.tuned_for(_ROWS, inputs if on_gpu else []):
             artifact = torch_private.inductor_compile(module, inputs, options)
     except Exception as error:
         raise CompileError(

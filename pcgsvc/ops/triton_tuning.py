@@ -110,7 +110,7 @@ def plan_launch(
         share_in_step: requests may read what others write in the same step.
     """
     if single:
-        tiling = tuning.single or _single_tiling(shape)
+        tiling = tuning.single or _single_tiling(shape, rows)
         tiles, split_keys = rows, tuning.split_keys or tiling.block_n
     else:
         tiling = tuning.mixed or _tiling(shape, block_m=_mixed_block_m(rows))
@@ -148,14 +148,17 @@ def _mixed_block_m(rows: int) -> int:
     return 64 if rows < 1024 else 128
 
 
-def _single_tiling(shape: Shape) -> Tiling:
-    """Return the tiling of single-token decode: of a short context, many programs of one warp.
+def _single_tiling(shape: Shape, rows: int) -> Tiling:
+    """Return the tiling of single-token decode: small programs, smaller ones for few of them.
 
-    For 512 keys an H200 takes 10.3 µs for 8 requests of Llama-3-8B so, 12.6 by `_tiling`.
+    On an H200, Llama-3-8B's heads, against `_tiling`: 0.83 of the time for 1 and 8 requests of 512
+    keys and 0.73 for 1 of 4,096; for 32 requests 0.99, where programs of one warp take 1.05.
     """
     tiling = _tiling(shape, block_m=16)
     if shape.itemsize > 2 or tiling.block_m > 16:
         return tiling
+    if 2 * rows * shape.num_kv_heads > shape.slots:
+        return replace(tiling, num_warps=2)
     return replace(tiling, block_n=max(16, tiling.block_n // 2), num_warps=1)
 
 
