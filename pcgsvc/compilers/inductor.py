@@ -22,10 +22,9 @@ from pcgsvc.errors import CompileError
 from pcgsvc.program.pieces import Piece, graph_module
 from pcgsvc.program.program import Boundaries, boundaries_of
 
-
 _ROWS = 509
-"""Rows that the blocks of a region's pointwise kernels are for. At the 11 of the trace they would be
-so small that 512 rows take twice as long. A prime, so that no size is special."""
+"""Rows for which Inductor sizes the blocks of a region's kernels on a GPU. Sized for the 11 rows of
+the trace, a pointwise kernel takes 512 rows twice as long. A prime, so that no size is special."""
 
 
 class InductorPiece:
