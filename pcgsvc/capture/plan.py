@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pcgsvc.config import Config, Graphs, Mode
+from pcgsvc.config.resolve import GEMV_ROWS, wants_gemv
 from pcgsvc.forward.request import Request, attention_of
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.modes import FULL, NEAR_ROWS, NONE, PIECEWISE, Resolution, gaps, resolve_mode
@@ -76,6 +77,7 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
             *no_uniform_size(resolution, sizes, query_len),
             *far_sizes(wanted, config.capture.max_padding),
             *(f"runs uncompiled: {found}" for found in image.uncompiled.values()),
+            *_idle_gemv(request),
         ],
         notes=[*resolution.reasons] if by_default else [],
     )
@@ -86,6 +88,17 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
         else:
             plan.invalid.append((key, f"the traced graph is not valid for it: {broken}"))
     return plan
+
+
+def _idle_gemv(request: Request) -> list[str]:
+    compiler = request.config.compiler
+    small = any(size <= GEMV_ROWS for size in compiler.specialize_sizes)
+    if request.device.type != "cuda" or small or not wants_gemv(request.config):
+        return []
+    return [
+        "compiler.passes: gemv does nothing, since no exact size in compiler.specialize_sizes is "
+        f"up to {GEMV_ROWS}; it needs such a capture size, and partition.strategy=fx or inductor"
+    ]
 
 
 def uniform_descriptor(size: int, query_len: int) -> BatchDescriptor:
