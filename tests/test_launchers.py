@@ -173,6 +173,8 @@ scale = pytest.mark.exhaustive
 """Needs the packages of the extra `test-scale`, which only that tier has."""
 foreign = pytest.mark.filterwarnings("ignore")
 """What these packages warn of is theirs."""
+patient = pytest.mark.timeout(900)
+"""Most of it is starting processes: seconds on idle cores, minutes beside other tests."""
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +182,6 @@ def cluster() -> Iterator[Any]:
     """Two nodes of Ray on this machine, with a logical GPU each; the jobs get nothing else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_raylet_start_wait_time_s", "150")  # on a machine with other work
         from ray.cluster_utils import Cluster
 
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
@@ -257,6 +258,7 @@ def without_times(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @foreign
+@patient
 @scale
 @pytest.mark.parametrize("launcher", ["joblib", "ray", "submitit_local"])
 def test_four_jobs_compile_once_and_have_the_table_of_one_machine(
@@ -272,6 +274,7 @@ def test_four_jobs_compile_once_and_have_the_table_of_one_machine(
 
 
 @foreign
+@patient
 @scale
 @pytest.mark.parametrize("launcher", ["joblib", "ray", "submitit_local"])
 def test_a_job_killed_on_a_launcher_is_one_failed_row(launched: Any, launcher: str) -> None:
@@ -283,6 +286,7 @@ def test_a_job_killed_on_a_launcher_is_one_failed_row(launched: Any, launcher: s
 
 
 @foreign
+@patient
 @scale
 def test_a_node_of_ray_that_is_removed_is_one_failed_row(launched: Any, cluster: Any) -> None:
     def remove(pid: int) -> None:
@@ -303,6 +307,7 @@ def test_a_node_of_ray_that_is_removed_is_one_failed_row(launched: Any, cluster:
 
 
 @foreign
+@patient
 @scale
 def test_a_lost_process_of_submitit_is_one_failed_row(launched: Any) -> None:
     def kill(pid: int) -> None:
@@ -330,6 +335,7 @@ bash "$1" >/dev/null 2>&1 &
 
 
 @foreign
+@patient
 @scale
 def test_a_node_of_slurm_that_fails_is_one_failed_row(
     launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

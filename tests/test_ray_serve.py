@@ -16,14 +16,17 @@ import pytest
 from generate_helpers import logits_of  # noqa: F401 - the reference of `is_right`
 from service_helpers import EXAMPLES, TINY, free_port, is_right, wait_for
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore"),  # what Ray warns of is its own
+    pytest.mark.timeout(900),  # most of it is starting processes
+]
 
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Yield the address of Serve on a Ray of this test, with two logical GPUs."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "150")  # on a machine with other work
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
     import ray
     from ray import serve
