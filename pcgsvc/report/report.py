@@ -145,6 +145,8 @@ def captured_sections(plan: CapturePlan, table: GraphTable, memory: Workspace) -
         "skipped": [{"size": s, "reason": r} for s, r in sorted(table.skipped.items())],
         "pool_bytes": table.pool_bytes,
         "device_bytes": table.device_bytes,
+        "device_parts": table.device_parts,
+        "returned_bytes": table.returned_bytes,
     }
     if memory.geometry is None:
         return {"graphs": graphs}
