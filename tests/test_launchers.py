@@ -178,15 +178,17 @@ patient = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two nodes of Ray on this machine, with a logical GPU each; the jobs get nothing else."""
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two nodes of Ray on this machine, with a logical GPU and a cache folder each."""
+    folder = tmp_path_factory.mktemp("nodes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         from ray.cluster_utils import Cluster
 
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
-        for _ in range(2):
-            made.add_node(num_cpus=1, num_gpus=1)
+        for name in "ab":
+            own = {"PCGSVC_CACHE_DIR": str(folder / name)}
+            made.add_node(num_cpus=1, num_gpus=1, env_vars=own)
         yield made
         made.shutdown()
 
@@ -198,7 +200,9 @@ def launched(
     """Return a call of a sweep through a launcher, each of which has its own cache."""
 
     def call(launcher: str, *words: str) -> Done:
-        own = [f"hydra/launcher={launcher}", f"cache.dir={root / launcher}"]
+        own = [f"hydra/launcher={launcher}"]
+        if not any(word.startswith("cache.remote=") for word in words):
+            own.append(f"cache.dir={root / launcher}")
         if launcher == "ray":
             address = request.getfixturevalue("cluster").address
             own.append(f"hydra.launcher.ray.init.address='{address}'")
@@ -283,6 +287,20 @@ def test_a_job_killed_on_a_launcher_is_one_failed_row(launched: Any, launcher: s
     assert done.code == 1
     assert [job["status"] for job in table_of(done)] == ["done", "failed"]
     assert table_of(done)[1]["reason"].startswith("killed (SIGKILL) by ")
+
+
+@foreign
+@patient
+@scale
+def test_two_nodes_with_caches_of_their_own_and_one_remote_compile_once(
+    launched: Any, tmp_path: Path
+) -> None:
+    words = [*OUT, f"cache.remote={tmp_path / 'remote'}", "seed=1,2"]
+    done = launched("ray", *words)
+    assert done.code == 0, done.out + done.err
+    starts = {job["compile"]["start"]: job["compile"]["num_compiled"] for job in table_of(done)}
+    assert starts == {"cold": 2, "warm": 0}
+    assert len({report["cache"]["dir"] for report in done.reports}) == 2
 
 
 @foreign
