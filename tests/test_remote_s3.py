@@ -85,6 +85,16 @@ def test_a_bucket_that_is_not_there_is_one_message(tmp_path: Path) -> None:
         assert "bucket does not exist" in problem
 
 
+def test_a_build_with_a_bucket_that_is_not_there_goes_on(cached_cli: Cli) -> None:
+    words = ["job=compile", "cache.remote=s3://missing", "cache.remote_key=KEY"]
+    for mode in ("readwrite", "refresh"):
+        done = cached_cli(*words, f"cache.mode={mode}")
+        assert (done.code, done.start[0]) == (0, "cold")
+        (problem,) = done.reports[-1]["cache"]["remote"]["problems"]
+        assert "bucket does not exist" in problem
+    assert cached_cli(*words, "job=cache", "cache.action=check").code == 1
+
+
 def test_a_server_stopped_between_uploads_leaves_what_is_whole(tmp_path: Path, server: Any) -> None:
     remote = make_remote(URL, timeout_s=3.0)
     put, left = remote.put, [3]

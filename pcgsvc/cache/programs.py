@@ -193,7 +193,7 @@ class Artifacts:
 
     def _versions(self, facts: Mapping[str, Any]) -> str:
         """Return of which versions the remote's programs are, if none is of this one."""
-        sharing = self._store.sharing
+        sharing = None if self._store.refresh else self._store.sharing
         versions = () if sharing is None else sharing.foreign_versions(facts)
         return f", whose programs are of {', '.join(versions[:4])}" if versions else ""
 

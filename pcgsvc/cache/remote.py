@@ -241,7 +241,8 @@ class Remote:
 
     def _listed(self, folder: str) -> dict[str, int]:
         """Return the sizes of the objects in a folder, by name in it."""
-        found = self._bounded(lambda: self._fs.find(self._path(folder), detail=True))
+        # A folder that is not there is empty for `find`; what it raises for is a bucket, say.
+        found = self._bounded(lambda: self._fs.find(self._path(folder), detail=True), absent=False)
         return {path.rsplit("/", 1)[-1]: int(info["size"] or 0) for path, info in found.items()}
 
     def _bounded(self, work: Callable[[], T], *, absent: bool = True) -> T:

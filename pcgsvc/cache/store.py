@@ -189,8 +189,9 @@ class Store:
 
     def available(self, kind: Kind, key: str) -> bool:
         """Whether an entry is in the store, or on the remote, where it may turn out unsound."""
-        if self.has(kind, key) or self.sharing is None or self.refresh:
-            return self.has(kind, key)
+        found = self.has(kind, key)
+        if found or self.sharing is None or self.refresh:
+            return found
         return self.sharing.has(kind, key)
 
     def put(self, entry: Entry, *, in_use: bool = True, publish: bool = True) -> bool:
