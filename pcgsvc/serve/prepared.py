@@ -116,7 +116,7 @@ class PreparedCall:
 
     def _launch(self) -> Any:
         """Launch the graph: what `Calls` does around a call, as far as a launch needs that."""
-        calls, order, route = self._calls, self._order, self._route
+        order, route = self._order, self._route
         assert order is not None, "a launch without a stream"
         if torch_private.current_device() != order.index:
             with torch.cuda.device(order.index):
