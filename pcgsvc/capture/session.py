@@ -22,6 +22,8 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.capture.bridges import BoundResults, Step
+from pcgsvc.capture.sources import Boundary, Composer
+from pcgsvc.capture.stitch import Joined
 from pcgsvc.errors import CaptureError
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import ForwardContext
@@ -42,6 +44,10 @@ class Engine(Protocol):
     """What captures and executes segments."""
 
     name: str
+
+    @property
+    def composer(self) -> Composer | None:
+        """What joins segments and splitting ops; None: they are replayed one by one."""
 
     def begin(self) -> None:
         """Start capturing a segment."""
@@ -105,6 +111,13 @@ class Entry:
     """What must outlive the steps."""
     owned: list[torch.Tensor] = field(default_factory=list)
     """Recorded graphs: memory that the segments allocated, for `debug.poison`."""
+    joined: Joined | None = None
+    """How its pieces are replayed; None: it is one full graph."""
+
+    @property
+    def calls(self) -> Sequence[Step]:
+        """What a forward calls in order: the steps, or fewer that do the same."""
+        return self.joined.steps if self.joined is not None and self.joined.steps else self.steps
 
     @property
     def owned_bytes(self) -> int:
@@ -128,6 +141,8 @@ class Session:
         self._breaks = breaks
         self._ranges = ranges
         self._steps: list[tuple[str, bool, Step]] = []
+        self.parts: list[Step | Boundary] = []
+        """The steps again, with what is known of splitting ops."""
         self._boundaries: list[str] = []
         self.frozen: list[tuple[Any, ...]] = []
         """Per boundary: the arguments that are no tensors, and so are frozen."""
@@ -194,7 +209,7 @@ class Session:
         # Modes are a stack: the engine may have to leave its own, which lies under the listener.
         listener.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
-            result = self._at_break(_Break(name, function, list(args), kwargs))
+            result = self._at_break(_Break(name, function, list(args), kwargs, declared=False))
         finally:
             listener.__enter__()  # type: ignore[no-untyped-call]
         self._refuse_fresh(name, result)
@@ -260,7 +275,7 @@ class Session:
         self._end()
         held = [self._engine.hold(t) for t in outputs]
         return Entry(
-            steps=tuple(_ranged(n, s) if self._ranges else s for n, _, s in self._steps),
+            steps=tuple(ranged(n, s) if self._ranges else s for n, _, s in self._steps),
             names=tuple(n for n, _, _ in self._steps),
             is_region=tuple(r for _, r, _ in self._steps),
             outputs=held,
@@ -275,6 +290,7 @@ class Session:
         self._open = []
         self._engine.abort()
         self._steps.clear()
+        self.parts.clear()
         self._keep.clear()
 
     # -- segments --
@@ -294,6 +310,7 @@ class Session:
         self._open = []
         if replay is not None:
             self._steps.append((name, True, replay))
+            self.parts.append(replay)
 
     # -- splitting ops --
 
@@ -319,7 +336,20 @@ class Session:
         self._keep += results.bridges
         rows = [hold(t) for t in at.written] + (results.bridges if at.row_result else [])
         zero_padding(rows)
-        return results.value, results.step(run, rows)
+        step = results.step(run, rows)
+        plain = functools.partial(at.kernel, *held_args, **held_kwargs)
+        self.parts.append(
+            Boundary(
+                name=at.name,
+                step=step,
+                run=results.step(plain, rows),
+                args=held_args,
+                kwargs=held_kwargs,
+                plan=None if at.spec is None else at.spec.plan_launches,
+                why_not=at.why_outside(result),
+            )
+        )
+        return results.value, step
 
     def _mask_padding(self, tensors: Sequence[torch.Tensor]) -> None:
         """Zero padding rows with device values only, as a captured segment must."""
@@ -344,9 +374,17 @@ class _Break:
     """Whether the padding rows of its results must be."""
     written_later: bool = True
     """See `Call.written_later`; True where that is not known."""
+    declared: bool = True
+    """Whether it is an op, whose schema says what it writes."""
+
+    def why_outside(self, result: Any) -> str | None:
+        """Return why it must stay outside of any graph, given what it returned."""
+        if not self.declared:
+            return "it is a Python function, which declares no writes"
+        return "it returns tensors" if tensors_in(result) else None
 
 
-def _ranged(name: str, step: Step) -> Step:
+def ranged(name: str, step: Step) -> Step:
     """Wrap a step in a profiler range that carries its piece's name."""
 
     def ranged() -> None:

@@ -1,0 +1,330 @@
+"""Every call of CUDA's driver that pcgsvc makes by itself; needs the package `cuda-bindings`.
+
+In and out: raw handles (ints, as torch gives them), and kernel launches as plain values. Knows
+nothing of tensors' owners, ops or entries. `tests/test_cuda_driver.py` has a test per call.
+
+torch makes graphs that it captured; it does not join them, nor change their nodes. What is joined
+here is a copy: torch's graphs keep their own executables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Launch(NamedTuple):
+    """One kernel launch as plain values: what an op's `plan_launches` gives."""
+
+    function: Any
+    """The handle of a loaded kernel (a CUfunction, as an int), which its owner keeps loaded.
+    Recorded graphs: a Python function, which is called with `grid` and `args`."""
+    grid: tuple[int, int, int]
+    """Blocks; a zero among them: nothing is launched."""
+    block: tuple[int, int, int]
+    """Threads of a block."""
+    shared: int
+    """Dynamic shared memory of a block, in bytes."""
+    args: tuple[Any, ...]
+    """One value per parameter of the kernel: a tensor (its address), an int, a float, or the
+    parameter's bytes. `...` at the end: the parameters that follow are zero."""
+    fixed: bool = False
+    """Whether the launch is the same at every step of the entry that it was made for: its plan is
+    then not asked for again."""
+
+
+class DriverError(RuntimeError):
+    """A call of CUDA's driver failed; the message has the call and CUDA's name of the error."""
+
+
+class UnpatchableError(RuntimeError):
+    """A captured graph has nodes that are no plain kernel launches; the message says which."""
+
+
+class Driver:
+    """CUDA's driver, each call checked.
+
+    Args:
+        bindings: the module `cuda.bindings.driver`; tests pass a fake.
+    """
+
+    def __init__(self, bindings: Any) -> None:
+        self.bindings = bindings
+        self._layouts: dict[int, tuple[tuple[int, int], ...]] = {}
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Make a call and return its result, the first if there are several; None without."""
+        status, *results = getattr(self.bindings, name)(*args)
+        if status:
+            raise DriverError(f"{name}: {status.name}")
+        return results[0] if results else None
+
+    def layout(self, function: int) -> tuple[tuple[int, int], ...]:
+        """Return (offset, size) in bytes of each parameter of a kernel."""
+        found = self._layouts.get(function)
+        if found is None:
+            listed: list[tuple[int, int]] = []
+            while True:
+                status, offset, size = self.bindings.cuFuncGetParamInfo(function, len(listed))
+                if status:  # the driver has no count: past the last one it refuses
+                    break
+                listed.append((offset, size))
+            found = self._layouts[function] = tuple(listed)
+        return found
+
+    def create_stream(self) -> int:
+        """Return a new stream that waits for no other; `destroy_stream` frees it."""
+        return int(self.call("cuStreamCreate", self.bindings.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    def destroy_stream(self, stream: int) -> None:
+        """Free a stream of `create_stream`."""
+        self.call("cuStreamDestroy", stream)
+
+    def capture(self, stream: int, run: Callable[[], object]) -> CapturedGraph:
+        """Capture what a function launches on a stream, in relaxed mode; nothing is executed.
+
+        Raises:
+            DriverError: what the function did on the stream cannot be captured.
+            Exception: whatever the function raises.
+        """
+        mode = self.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.call("cuStreamBeginCapture", stream, mode)
+        try:
+            run()
+        except BaseException:
+            status, graph = self.bindings.cuStreamEndCapture(stream)
+            if not status:
+                self.call("cuGraphDestroy", graph)
+            raise
+        return CapturedGraph(self, self.call("cuStreamEndCapture", stream))
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        """Launch a kernel on a stream."""
+        params = KernelParams(self, launch)
+        handle, address = params.handle, params.address
+        size = (*launch.grid, *launch.block, launch.shared)
+        self.call("cuLaunchKernel", handle, *size, stream, address, 0)
+
+
+class CapturedGraph:
+    """A graph that was captured by `Driver.capture`, which it owns."""
+
+    def __init__(self, driver: Driver, graph: Any) -> None:
+        self._driver, self._graph = driver, graph
+        weakref.finalize(self, driver.call, "cuGraphDestroy", graph).atexit = False
+
+    def launches(self) -> list[Launch]:
+        """Return its kernels in the order of their launches, with their parameters' bytes.
+
+        Raises:
+            UnpatchableError: it has other nodes, or kernels that are launched in clusters, or
+                cooperatively, which parameters cannot say.
+        """
+        driver, kinds = self._driver, self._driver.bindings.CUgraphNodeType
+        count = driver.bindings.cuGraphGetNodes(self._graph, 0)[2]
+        nodes = driver.call("cuGraphGetNodes", self._graph, count) if count else []
+        found = []
+        for node in nodes:
+            kind = driver.call("cuGraphNodeGetType", node)
+            if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
+                found.append(self._launch(node))
+            elif kind != kinds.CU_GRAPH_NODE_TYPE_EMPTY:
+                word = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+                raise UnpatchableError(f"it does more than launch kernels ({word})")
+        return found
+
+    def run(self, stream: int) -> None:
+        """Execute it on a stream, once."""
+        executable = self._driver.call("cuGraphInstantiate", self._graph, 0)
+        try:
+            self._driver.call("cuGraphLaunch", executable, stream)
+        finally:
+            self._driver.call("cuGraphExecDestroy", executable)  # waits for what is under way
+
+    def _launch(self, node: Any) -> Launch:
+        driver = self._driver
+        ids = driver.bindings.CUkernelNodeAttrID
+        ask = "cuGraphKernelNodeGetAttribute"
+        cluster = driver.call(ask, node, ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim
+        if max(cluster.x, cluster.y, cluster.z) > 1:
+            raise UnpatchableError("it launches a kernel in clusters")
+        if driver.call(ask, node, ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE).cooperative:
+            raise UnpatchableError("it launches a kernel cooperatively")
+        params = driver.call("cuGraphKernelNodeGetParams", node)
+        function = int(params.func) or int(driver.call("cuKernelGetFunction", params.kern))
+        layout = driver.layout(function)
+        if layout and not int(params.kernelParams):
+            raise UnpatchableError("it launches a kernel with its parameters in one buffer")
+        addresses = (ctypes.c_void_p * len(layout)).from_address(int(params.kernelParams))
+        return Launch(
+            function=function,
+            grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
+            block=(params.blockDimX, params.blockDimY, params.blockDimZ),
+            shared=params.sharedMemBytes,
+            args=tuple(
+                ctypes.string_at(address, size)
+                for address, (_, size) in zip(addresses, layout, strict=True)
+            ),
+        )
+
+
+_INTS = {1: "<b", 2: "<h", 4: "<i", 8: "<q"}
+_UNSIGNED = {size: code.upper() for size, code in _INTS.items()}
+_FLOATS = {2: "<e", 4: "<f", 8: "<d"}
+
+
+class KernelParams:
+    """A kernel's parameters in memory of their own, where the driver reads them.
+
+    Args:
+        driver: knows the kernel's layout.
+        launch: whose arguments are written.
+
+    Raises:
+        DriverError: the kernel has another number of parameters, or one of another size.
+    """
+
+    def __init__(self, driver: Driver, launch: Launch) -> None:
+        self.handle = driver.bindings.CUfunction(launch.function)
+        self._layout = layout = driver.layout(launch.function)
+        self._memory = (ctypes.c_char * max(1, sum(layout[-1]) if layout else 1))()
+        self._base = base = ctypes.addressof(self._memory)
+        self._addresses = (ctypes.c_void_p * max(1, len(layout)))(*(base + at for at, _ in layout))
+        self.address = ctypes.addressof(self._addresses) if layout else 0
+        given = launch.args[:-1] if launch.args[-1:] == (...,) else launch.args
+        if len(given) > len(layout) or (given is launch.args and len(given) < len(layout)):
+            raise DriverError(
+                f"a launch has {len(given)} arguments, its kernel {len(layout)} parameters"
+            )
+        self.write(enumerate(given))
+
+    def write(self, numbers: Any) -> None:
+        """Write some arguments, given as (position, value)."""
+        for position, value in numbers:
+            at, size = self._layout[position]
+            if isinstance(value, torch.Tensor):
+                value = value.data_ptr()
+            if type(value) is bytes and len(value) == size:
+                ctypes.memmove(self._base + at, value, size)
+                continue
+            codes = _FLOATS if type(value) is float else _INTS
+            try:
+                struct.pack_into(codes[size], self._memory, at, value)
+            except (KeyError, struct.error) as error:
+                if type(value) is not int or size not in _INTS or value < 0:
+                    raise DriverError(
+                        f"argument {position} of a launch is {value!r}, the kernel's parameter has "
+                        f"{size} bytes"
+                    ) from error
+                struct.pack_into(_UNSIGNED[size], self._memory, at, value)
+
+
+class KernelNode:
+    """A kernel node of a `Composition`."""
+
+    def __init__(self, driver: Driver, launch: Launch) -> None:
+        self._driver = driver
+        self._executable: Any = None
+        self.node: Any = None
+        self.fields = driver.bindings.CUDA_KERNEL_NODE_PARAMS()
+        self._write(launch)
+
+    def added(self, node: Any) -> None:
+        """Take the handle of the node in the graph."""
+        self.node = node
+
+    def instantiated(self, executable: Any) -> None:
+        """Take the executable whose node is patched from now on."""
+        self._executable = executable
+        self._apply = self._driver.bindings.cuGraphExecKernelNodeSetParams
+
+    def set(self, launch: Launch) -> None:
+        """Have the next replay make this launch."""
+        self._write(launch)
+        self._patch()
+
+    def change(self, grid: tuple[int, int, int] | None, numbers: Sequence[tuple[int, Any]]) -> None:
+        """Have the next replay use another grid (None: the same) and some other arguments."""
+        if grid is not None:
+            fields = self.fields
+            fields.gridDimX, fields.gridDimY, fields.gridDimZ = grid
+        self._params.write(numbers)
+        self._patch()
+
+    def enable(self, enabled: bool) -> None:
+        """Have the next replay launch the kernel, or leave it out."""
+        self._driver.call("cuGraphNodeSetEnabled", self._executable, self.node, int(enabled))
+
+    def _write(self, launch: Launch) -> None:
+        self._params = params = KernelParams(self._driver, launch)
+        fields = self.fields
+        fields.func, fields.kernelParams = params.handle, params.address
+        fields.gridDimX, fields.gridDimY, fields.gridDimZ = launch.grid
+        fields.blockDimX, fields.blockDimY, fields.blockDimZ = launch.block
+        fields.sharedMemBytes = launch.shared
+
+    def _patch(self) -> None:
+        (status,) = self._apply(self._executable, self.node, self.fields)
+        if status:
+            raise DriverError(f"cuGraphExecKernelNodeSetParams: {status.name}")
+
+
+class Composition:
+    """An executable graph of captured graphs and kernels, one after the other. Owns itself.
+
+    Patches hold from the next launch on: launches that are queued or running are not affected.
+    Not safe across threads.
+
+    Args:
+        driver: makes it.
+        parts: handles of captured graphs, which are copied, and kernels.
+    """
+
+    def __init__(self, driver: Driver, parts: Sequence[int | Launch]) -> None:
+        self._driver = driver
+        graph = driver.call("cuGraphCreate", 0)
+        weakref.finalize(self, driver.call, "cuGraphDestroy", graph).atexit = False
+        self.nodes: list[KernelNode] = []
+        """Of the kernels among the parts, in their order."""
+        before: list[Any] = []
+        for part in parts:
+            if isinstance(part, Launch):
+                kernel = KernelNode(driver, part)
+                args = (graph, before, len(before), kernel.fields)
+                kernel.added(driver.call("cuGraphAddKernelNode", *args))
+                self.nodes.append(kernel)
+                before = [kernel.node]
+            else:
+                child = driver.bindings.CUgraph(part)
+                args = (graph, before, len(before), child)
+                before = [driver.call("cuGraphAddChildGraphNode", *args)]
+        self._executable = driver.call("cuGraphInstantiate", graph, 0)
+        weakref.finalize(self, driver.call, "cuGraphExecDestroy", self._executable).atexit = False
+        for kernel in self.nodes:
+            kernel.instantiated(self._executable)
+
+    def upload(self, stream: int) -> None:
+        """Bring patches to the device before the launch that needs them."""
+        self._driver.call("cuGraphUpload", self._executable, stream)
+
+    def launch(self, stream: int) -> None:
+        """Execute it on a stream."""
+        (status,) = self._driver.bindings.cuGraphLaunch(self._executable, stream)
+        if status:
+            raise DriverError(f"cuGraphLaunch: {status.name}")
+
+
+def find_driver() -> Driver:
+    """Return CUDA's driver.
+
+    Raises:
+        ImportError: the package `cuda-bindings` is not installed.
+    """
+    from cuda.bindings import driver
+
+    return Driver(driver)
