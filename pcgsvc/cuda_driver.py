@@ -213,15 +213,15 @@ class KernelParams:
                 ctypes.memmove(self._base + at, value, size)
                 continue
             codes = _FLOATS if type(value) is float else _INTS
+            if type(value) is int and value >> (8 * size - 1) > 0:
+                codes = _UNSIGNED
             try:
-                struct.pack_into(codes[size], self._memory, at, value)
-            except (KeyError, struct.error) as error:
-                if type(value) is not int or size not in _INTS or value < 0:
-                    raise DriverError(
-                        f"argument {position} of a launch is {value!r}, the kernel's parameter has "
-                        f"{size} bytes"
-                    ) from error
-                struct.pack_into(_UNSIGNED[size], self._memory, at, value)
+                struct.pack_into(codes.get(size, ""), self._memory, at, value)
+            except struct.error as error:
+                raise DriverError(
+                    f"argument {position} of a launch is {value!r}, the kernel's parameter has "
+                    f"{size} bytes"
+                ) from error
 
 
 class KernelNode:

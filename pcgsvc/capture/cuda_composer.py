@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import distributed
 
 from pcgsvc import torch_private
 from pcgsvc.capture.sources import Comparison, Step, UnstitchableError
@@ -51,6 +52,9 @@ class CudaComposer:
         used again by what it launches later only, in the order of replays. A captured stream that
         torch does not know of also refuses to draw random numbers, whose state no replay would set.
         """
+        if distributed.is_available() and distributed.is_initialized():
+            # A collective's parameters lie in memory that its library frees with the graph.
+            raise UnstitchableError("it has no launch plan, and may call other processes")
         stream, raw, pool = self._side
         with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool, self._device):
             try:
