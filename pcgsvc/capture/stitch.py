@@ -50,7 +50,7 @@ class Stitched:
         fallbacks: Counter[str],
     ) -> None:
         self._parts, self._composer, self._fallbacks = parts, composer, fallbacks
-        self._sources = sources
+        self.sources = sources
         self._asked = [source for source in sources if not source.is_fixed]
         self._broken = False
         """Whether an op could not be captured at a later step: its pieces replay from then on."""
@@ -92,7 +92,7 @@ class Stitched:
 
     def _compose(self) -> Composed:
         """Join the parts, with as many nodes per boundary as its source has slots."""
-        owners = {at: source for source in self._sources for at in source.members}
+        owners = {at: source for source in self.sources for at in source.members}
         parts: list[Step | Launch] = []
         runs: list[tuple[Member, int, int]] = []
         count = 0
@@ -108,7 +108,7 @@ class Stitched:
         composed = self._composer.compose(parts)
         for member, begin, end in runs:
             member.nodes = composed.nodes[begin:end]
-        for source in self._sources:
+        for source in self.sources:
             source.composed()
         return composed
 
