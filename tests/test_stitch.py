@@ -419,6 +419,13 @@ def test_a_fixed_plan_is_asked_for_once() -> None:
 # ---- what falls back -----------------------------------------------------------------------------
 
 
+def test_what_a_captured_op_launched_at_the_build_is_executed_there() -> None:
+    steps = Steps(plan=None)
+    with use_context(make_context(None, [2, 1])):
+        stitch.join([], steps.parts(), NotingComposer(), auto=False)
+    assert steps.ran == ["python"]
+
+
 def test_an_op_whose_python_ran_in_a_step_that_does_not_fit_is_not_run_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -501,12 +508,16 @@ def test_auto_chooses_by_time(stitched: float, host: float, chosen: bool) -> Non
     assert joined.missing == (None if chosen else "timed, and not as fast")
 
 
-def test_auto_joins_all_or_nothing() -> None:
+@pytest.mark.parametrize(
+    ("about", "why"),
+    [({"why_not": "it prays"}, "it prays"), ({"plan": None}, "it has no launch plan")],
+)
+def test_auto_joins_planned_ops_and_all_or_nothing(about: dict[str, Any], why: str) -> None:
     compared = Comparison(
         pieces_us=100.0, stitched_us=1.0, pieces_host_us=100.0, stitched_host_us=1.0
     )
-    joined = Steps(why_not="it prays").join(NotingComposer(compared), auto=True)
-    assert (joined.steps, joined.why) == ([], "test::op stays outside: it prays")
+    joined = Steps(**about).join(NotingComposer(compared), auto=True)
+    assert (joined.steps, joined.why) == ([], f"test::op stays outside: {why}")
 
 
 @pytest.mark.parametrize("more", [{}, {"fake": lambda x: x, "zeroes_padding": True}])

@@ -176,12 +176,13 @@ class Source:
     Args:
         first: the boundary that is asked.
         composer: captures its Python, where it has no plan.
+        planned: whether it must have one.
 
     Raises:
         UnstitchableError: it cannot be part of a graph.
     """
 
-    def __init__(self, first: Boundary, composer: Composer) -> None:
+    def __init__(self, first: Boundary, composer: Composer, *, planned: bool) -> None:
         if first.why_not is not None:
             raise UnstitchableError(first.why_not)
         self.first, self._composer = first, composer
@@ -190,8 +191,12 @@ class Source:
         context = current_context()
         self.is_captured = first.planned(context) is None
         """Whether the op's Python runs at each step, for want of a plan."""
+        if self.is_captured and planned:
+            raise UnstitchableError("it has no launch plan")
         self.slots = self.ask(context)
         """What each member's nodes launched last; some of the last ones may be left out now."""
+        if self.is_captured:
+            composer.launch(self.slots)  # what the op set up for the new stream must have happened
         self.is_fixed = bool(self.slots) and all(launch.fixed for launch in self.slots)
         self._now: list[Launch] | None = None
         """What the nodes are set to; None: not known."""

@@ -172,14 +172,15 @@ def join(
         pieces: what replays them one by one.
         parts: the same, with what is known of splitting ops.
         composer: joins them.
-        auto: whether they shall be joined only where all can be, and where it is as fast.
+        auto: whether they shall be joined only where every op has a plan, so that nobody's Python
+            runs in another way than it is used to, and where it is as fast.
     """
     joined = Joined()
     if auto and not composer.is_timed:
         joined.refuse("recorded graphs gain nothing by it")
         return joined
     try:
-        _stitch(joined, parts, composer)
+        _stitch(joined, parts, composer, planned=auto)
     except DriverError as error:
         joined.refuse(f"the device refuses to join them: {error}")
     stay = joined.missing
@@ -198,13 +199,15 @@ def _forget(stitched: Sequence[Stitched]) -> None:
         one.forget()
 
 
-def _stitch(joined: Joined, parts: Sequence[Step | Boundary], composer: Composer) -> None:
+def _stitch(
+    joined: Joined, parts: Sequence[Step | Boundary], composer: Composer, *, planned: bool
+) -> None:
     """Join runs of parts, which boundaries that must stay outside divide."""
     run = _Run()
     for part in [*parts, None]:
         try:
             if part is not None:
-                run.add(part, composer)
+                run.add(part, composer, planned=planned)
                 continue
         except UnstitchableError as error:
             assert isinstance(part, Boundary)
@@ -232,10 +235,10 @@ class _Run:
         """Of its boundaries' launches."""
         return [source for alike in self._sources.values() for source in alike]
 
-    def add(self, part: Step | Boundary, composer: Composer) -> None:
+    def add(self, part: Step | Boundary, composer: Composer, *, planned: bool) -> None:
         """Add a part; UnstitchableError for a boundary that must stay outside."""
         if isinstance(part, Boundary):
             alike = self._sources.setdefault(part.kind(), [])
             if not any(source.adopt(part) for source in alike):
-                alike.append(Source(part, composer))
+                alike.append(Source(part, composer, planned=planned))
         self.parts.append(part)

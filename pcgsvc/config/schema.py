@@ -216,9 +216,9 @@ class CaptureConfig:
     """Plain calls of the program per size before it is captured; at least 1."""
     replay: Replay = Replay.AUTO
     """How a piecewise entry is replayed: `pieces` (a graph per region, the splitting ops between
-    them), `stitched` (one graph in which the splitting ops' kernels get each step's parameters;
-    CUDA 13's bindings are needed), or `auto`: stitched where no op stays outside and it is timed to
-    be as fast."""
+    them), `stitched` (one graph in which the splitting ops' kernels get each step's parameters; the
+    package cuda-bindings is needed), or `auto`: stitched where every splitting op has a launch plan
+    and it is timed to be as fast."""
     self_check: bool = True
     """Compare program and captured entries, however calls pad them, with plain execution while
     building. A stored program that differs is dropped and built cold."""
