@@ -19,8 +19,9 @@ from pcgsvc import torch_private
 from pcgsvc.capture.sources import Comparison, Step, UnstitchableError
 from pcgsvc.cuda_driver import Composition, Driver, Launch, UnpatchableError
 
-_RUNS = 3
-"""Steps back to back by which two ways to replay are compared."""
+_RUNS, _LONG_US = 3, 2000.0
+"""Steps back to back by which two ways to replay are compared; of long ones, one: an entry's build
+should not take much longer for it."""
 
 
 class CudaComposer:
@@ -76,9 +77,8 @@ class CudaComposer:
 
     def compare(self, pieces: Sequence[Step], stitched: Sequence[Step], anew: Step) -> Comparison:
         """See `Composer.compare`."""
-        for step in stitched:
-            step()
-        here, alone = _time(stitched, anew), _time(pieces, _nothing)
+        runs = 1 if _time(stitched, _nothing, 1)[0] > _LONG_US else _RUNS
+        here, alone = _time(stitched, anew, runs), _time(pieces, _nothing, runs)
         return Comparison(
             pieces_us=alone[0],
             stitched_us=here[0],
@@ -116,19 +116,19 @@ def _captured(replay: Any) -> Any:
     return replay.__self__
 
 
-def _time(steps: Sequence[Step], before: Step) -> tuple[float, float]:
+def _time(steps: Sequence[Step], before: Step, runs: int) -> tuple[float, float]:
     """Return microseconds of a step back to back, and until it is enqueued (the least)."""
     torch.cuda.synchronize()
     hosts = []
     begun = time.perf_counter()
-    for _ in range(_RUNS):
+    for _ in range(runs):
         before()
         started = time.perf_counter()
         for step in steps:
             step()
         hosts.append(time.perf_counter() - started)
     torch.cuda.synchronize()
-    return 1e6 * (time.perf_counter() - begun) / _RUNS, 1e6 * min(hosts)
+    return 1e6 * (time.perf_counter() - begun) / runs, 1e6 * min(hosts)
 
 
 def _nothing() -> None:
