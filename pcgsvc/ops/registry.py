@@ -55,8 +55,8 @@ class OpSpec:
     """Why it cannot be captured, for reports; None: it is registered, no more is known."""
     plan_launches: PlanLaunches | None = None
     """Called with the step's context and the op's arguments: the kernels that the op would launch
-    now, in order, or None for what it cannot tell. It launches nothing, and reads of a tensor what it is
-    made of, not what it holds: boundaries whose tensors are alike share one plan a step."""
+    now, in order, or None for what it cannot tell. It launches nothing, and reads of a tensor what
+    it is made of, not what it holds: boundaries whose tensors are alike share one plan a step."""
 
 
 class _Declaration(NamedTuple):
