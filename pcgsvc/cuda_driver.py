@@ -45,6 +45,9 @@ class DriverError(RuntimeError):
 class UnpatchableError(RuntimeError):
     """A captured graph has nodes that are no plain kernel launches; the message says which."""
 
+    graph: CapturedGraph
+    """What executes them all."""
+
 
 class Driver:
     """CUDA's driver, each call checked.
@@ -85,11 +88,16 @@ class Driver:
         """Free a stream of `create_stream`."""
         self.call("cuStreamDestroy", stream)
 
-    def capture(self, stream: int, run: Callable[[], object]) -> CapturedGraph:
-        """Capture what a function launches on a stream, in relaxed mode; nothing is executed.
+    def capture(self, stream: int, run: Callable[[], object]) -> list[Launch]:
+        """Return the kernels that a function launches on a stream, which are not executed.
+
+        They have their parameters' bytes, and come in the order of their launches. The capture is
+        in relaxed mode: what the function does to other streams happens.
 
         Raises:
             DriverError: what the function did on the stream cannot be captured.
+            UnpatchableError: it did more than launch kernels, or launched them in clusters or
+                cooperatively, which parameters cannot say; the error holds the graph.
             Exception: whatever the function raises.
         """
         mode = self.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -101,7 +109,53 @@ class Driver:
             if not status:
                 self.call("cuGraphDestroy", graph)
             raise
-        return CapturedGraph(self, self.call("cuStreamEndCapture", stream))
+        graph = self.call("cuStreamEndCapture", stream)
+        try:
+            found = self._launches(graph)
+        except UnpatchableError as error:
+            error.graph = CapturedGraph(self, graph)
+            raise
+        self.call("cuGraphDestroy", graph)
+        return found
+
+    def _launches(self, graph: Any) -> list[Launch]:
+        kinds = self.bindings.CUgraphNodeType
+        count = self.bindings.cuGraphGetNodes(graph, 0)[2]
+        nodes = self.call("cuGraphGetNodes", graph, count) if count else []
+        found = []
+        for node in nodes:
+            kind = self.call("cuGraphNodeGetType", node)
+            if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
+                found.append(self._launch(node))
+            elif kind != kinds.CU_GRAPH_NODE_TYPE_EMPTY:
+                word = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+                raise UnpatchableError(f"it does more than launch kernels ({word})")
+        return found
+
+    def _launch(self, node: Any) -> Launch:
+        """Return the launch of a kernel node."""
+        ids, ask = self.bindings.CUkernelNodeAttrID, "cuGraphKernelNodeGetAttribute"
+        cluster = self.call(ask, node, ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim
+        if max(cluster.x, cluster.y, cluster.z) > 1:
+            raise UnpatchableError("it launches a kernel in clusters")
+        if self.call(ask, node, ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE).cooperative:
+            raise UnpatchableError("it launches a kernel cooperatively")
+        params = self.call("cuGraphKernelNodeGetParams", node)
+        function = int(params.func) or int(self.call("cuKernelGetFunction", params.kern))
+        layout = self.layout(function)
+        if layout and not int(params.kernelParams):
+            raise UnpatchableError("it launches a kernel with its parameters in one buffer")
+        addresses = (ctypes.c_void_p * len(layout)).from_address(int(params.kernelParams))
+        return Launch(
+            function=function,
+            grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
+            block=(params.blockDimX, params.blockDimY, params.blockDimZ),
+            shared=params.sharedMemBytes,
+            args=tuple(
+                ctypes.string_at(address, size)
+                for address, (_, size) in zip(addresses, layout, strict=True)
+            ),
+        )
 
     def launch(self, launch: Launch, stream: int) -> None:
         """Launch a kernel on a stream."""
@@ -118,64 +172,24 @@ class CapturedGraph:
         self._driver, self._graph = driver, graph
         weakref.finalize(self, driver.call, "cuGraphDestroy", graph).atexit = False
 
-    def launches(self) -> list[Launch]:
-        """Return its kernels in the order of their launches, with their parameters' bytes.
-
-        Raises:
-            UnpatchableError: it has other nodes, or kernels that are launched in clusters, or
-                cooperatively, which parameters cannot say.
-        """
-        driver, kinds = self._driver, self._driver.bindings.CUgraphNodeType
-        count = driver.bindings.cuGraphGetNodes(self._graph, 0)[2]
-        nodes = driver.call("cuGraphGetNodes", self._graph, count) if count else []
-        found = []
-        for node in nodes:
-            kind = driver.call("cuGraphNodeGetType", node)
-            if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
-                found.append(self._launch(node))
-            elif kind != kinds.CU_GRAPH_NODE_TYPE_EMPTY:
-                word = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
-                raise UnpatchableError(f"it does more than launch kernels ({word})")
-        return found
-
     def run(self, stream: int) -> None:
         """Execute it on a stream, once."""
         executable = self._driver.call("cuGraphInstantiate", self._graph, 0)
         try:
             self._driver.call("cuGraphLaunch", executable, stream)
         finally:
-            self._driver.call("cuGraphExecDestroy", executable)  # waits for what is under way
-
-    def _launch(self, node: Any) -> Launch:
-        driver = self._driver
-        ids = driver.bindings.CUkernelNodeAttrID
-        ask = "cuGraphKernelNodeGetAttribute"
-        cluster = driver.call(ask, node, ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim
-        if max(cluster.x, cluster.y, cluster.z) > 1:
-            raise UnpatchableError("it launches a kernel in clusters")
-        if driver.call(ask, node, ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE).cooperative:
-            raise UnpatchableError("it launches a kernel cooperatively")
-        params = driver.call("cuGraphKernelNodeGetParams", node)
-        function = int(params.func) or int(driver.call("cuKernelGetFunction", params.kern))
-        layout = driver.layout(function)
-        if layout and not int(params.kernelParams):
-            raise UnpatchableError("it launches a kernel with its parameters in one buffer")
-        addresses = (ctypes.c_void_p * len(layout)).from_address(int(params.kernelParams))
-        return Launch(
-            function=function,
-            grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
-            block=(params.blockDimX, params.blockDimY, params.blockDimZ),
-            shared=params.sharedMemBytes,
-            args=tuple(
-                ctypes.string_at(address, size)
-                for address, (_, size) in zip(addresses, layout, strict=True)
-            ),
-        )
+            self._driver.call("cuGraphExecDestroy", executable)  # once what is under way is done
 
 
-_INTS = {1: "<b", 2: "<h", 4: "<i", 8: "<q"}
-_UNSIGNED = {size: code.upper() for size, code in _INTS.items()}
-_FLOATS = {2: "<e", 4: "<f", 8: "<d"}
+_INTS = {
+    size: struct.Struct(code).pack_into
+    for size, code in ((1, "<b"), (2, "<h"), (4, "<i"), (8, "<q"))
+}
+_UNSIGNED = {
+    size: struct.Struct(code).pack_into
+    for size, code in ((1, "<B"), (2, "<H"), (4, "<I"), (8, "<Q"))
+}
+_FLOATS = {size: struct.Struct(code).pack_into for size, code in ((2, "<e"), (4, "<f"), (8, "<d"))}
 
 
 class KernelParams:
@@ -190,34 +204,42 @@ class KernelParams:
     """
 
     def __init__(self, driver: Driver, launch: Launch) -> None:
+        self.function = launch.function
         self.handle = driver.bindings.CUfunction(launch.function)
         self._layout = layout = driver.layout(launch.function)
-        self._memory = (ctypes.c_char * max(1, sum(layout[-1]) if layout else 1))()
+        self._bytes = sum(layout[-1]) if layout else 0
+        self._memory = (ctypes.c_char * max(1, self._bytes))()
         self._base = base = ctypes.addressof(self._memory)
         self._addresses = (ctypes.c_void_p * max(1, len(layout)))(*(base + at for at, _ in layout))
         self.address = ctypes.addressof(self._addresses) if layout else 0
-        given = launch.args[:-1] if launch.args[-1:] == (...,) else launch.args
-        if len(given) > len(layout) or (given is launch.args and len(given) < len(layout)):
-            raise DriverError(
-                f"a launch has {len(given)} arguments, its kernel {len(layout)} parameters"
-            )
-        self.write(enumerate(given))
+        self.fill(launch.args)
 
-    def write(self, numbers: Any) -> None:
+    def fill(self, args: tuple[Any, ...]) -> None:
+        """Write all arguments; parameters behind an ellipsis are zero."""
+        given = args[:-1] if args[-1:] == (...,) else args
+        if len(given) > len(self._layout) or (given is args and len(given) < len(self._layout)):
+            raise DriverError(
+                f"a launch has {len(given)} arguments, its kernel {len(self._layout)} parameters"
+            )
+        ctypes.memset(self._base, 0, self._bytes)
+        self.write(list(enumerate(given)))
+
+    def write(self, args: Sequence[tuple[int, Any]]) -> None:
         """Write some arguments, given as (position, value)."""
-        for position, value in numbers:
+        for position, value in args:
             at, size = self._layout[position]
-            if isinstance(value, torch.Tensor):
-                value = value.data_ptr()
-            if type(value) is bytes and len(value) == size:
+            kind = type(value)
+            if kind is bytes and len(value) == size:
                 ctypes.memmove(self._base + at, value, size)
                 continue
-            codes = _FLOATS if type(value) is float else _INTS
-            if type(value) is int and value >> (8 * size - 1) > 0:
-                codes = _UNSIGNED
+            if kind is not int and isinstance(value, torch.Tensor):
+                value, kind = value.data_ptr(), int
+            packs = _FLOATS if kind is float else _INTS
+            if kind is int and value >> (8 * size - 1) > 0:
+                packs = _UNSIGNED
             try:
-                struct.pack_into(codes.get(size, ""), self._memory, at, value)
-            except struct.error as error:
+                packs[size](self._memory, at, value)
+            except (KeyError, struct.error) as error:
                 raise DriverError(
                     f"argument {position} of a launch is {value!r}, the kernel's parameter has "
                     f"{size} bytes"
@@ -232,7 +254,8 @@ class KernelNode:
         self._executable: Any = None
         self.node: Any = None
         self.fields = driver.bindings.CUDA_KERNEL_NODE_PARAMS()
-        self._write(launch)
+        self._params = KernelParams(driver, launch)
+        self._describe(launch)
 
     def added(self, node: Any) -> None:
         """Take the handle of the node in the graph."""
@@ -245,24 +268,27 @@ class KernelNode:
 
     def set(self, launch: Launch) -> None:
         """Have the next replay make this launch."""
-        self._write(launch)
+        if launch.function == self._params.function:
+            self._params.fill(launch.args)
+        else:
+            self._params = KernelParams(self._driver, launch)
+        self._describe(launch)
         self._patch()
 
-    def change(self, grid: tuple[int, int, int] | None, numbers: Sequence[tuple[int, Any]]) -> None:
+    def change(self, grid: tuple[int, int, int] | None, args: Sequence[tuple[int, Any]]) -> None:
         """Have the next replay use another grid (None: the same) and some other arguments."""
         if grid is not None:
             fields = self.fields
             fields.gridDimX, fields.gridDimY, fields.gridDimZ = grid
-        self._params.write(numbers)
+        self._params.write(args)
         self._patch()
 
     def enable(self, enabled: bool) -> None:
         """Have the next replay launch the kernel, or leave it out."""
         self._driver.call("cuGraphNodeSetEnabled", self._executable, self.node, int(enabled))
 
-    def _write(self, launch: Launch) -> None:
-        self._params = params = KernelParams(self._driver, launch)
-        fields = self.fields
+    def _describe(self, launch: Launch) -> None:
+        params, fields = self._params, self.fields
         fields.func, fields.kernelParams = params.handle, params.address
         fields.gridDimX, fields.gridDimY, fields.gridDimZ = launch.grid
         fields.blockDimX, fields.blockDimY, fields.blockDimZ = launch.block

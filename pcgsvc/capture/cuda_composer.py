@@ -6,9 +6,10 @@ nothing of ops; the calls themselves are in `cuda_driver`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -46,29 +47,34 @@ class CudaComposer:
         handles = [p if isinstance(p, Launch) else _captured(p).raw_cuda_graph() for p in parts]
         return CudaComposed(Composition(self._driver, handles), self._device.index)
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """See `Composer.aside`.
+
+        On a stream and in a memory pool that nothing else uses: what ops allocate and free is used
+        again by what they launch later only, in the order of replays.
+        """
+        with torch.cuda.stream(self._side[0]), torch.cuda.use_mem_pool(self._side[1], self._device):
+            yield
+
     def capture(self, run: Step) -> Sequence[Launch]:
         """See `Composer.capture`.
 
-        On a stream and in a memory pool that nothing else uses: what the op allocates and frees is
-        used again by what it launches later only, in the order of replays. A captured stream that
-        torch does not know of also refuses to draw random numbers, whose state no replay would set.
+        A captured stream that torch does not know of also refuses to draw random numbers, whose
+        state no replay would set.
         """
         if distributed.is_available() and distributed.is_initialized():
             # A collective's parameters lie in memory that its library frees with the graph.
             raise UnstitchableError("it has no launch plan, and may call other processes")
-        stream, raw, pool = self._side
-        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool, self._device):
-            try:
-                graph = self._driver.capture(raw, run)
-            except Exception as error:
-                first = (str(error).strip().splitlines() or [""])[0]
-                why = f"it cannot be captured ({type(error).__name__}: {first})"
-                raise UnstitchableError(why) from error
         try:
-            return graph.launches()
+            return self._driver.capture(self._side[0].cuda_stream, run)
         except UnpatchableError as error:
-            run_once = partial(self._on_current, graph.run)
+            run_once = partial(self._on_current, error.graph.run)
             raise UnstitchableError(str(error), run_once) from error
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            why = f"it cannot be captured ({type(error).__name__}: {first})"
+            raise UnstitchableError(why) from error
 
     def launch(self, launches: Sequence[Launch]) -> None:
         """See `Composer.launch`."""
@@ -87,11 +93,11 @@ class CudaComposer:
         )
 
     @cached_property
-    def _side(self) -> tuple[torch.cuda.Stream, int, Any]:
-        """The stream that ops are captured on, its handle, and the pool they allocate from."""
+    def _side(self) -> tuple[torch.cuda.Stream, Any]:
+        """The stream that ops are captured on, and the pool that they allocate from."""
         raw = self._driver.create_stream()
         weakref.finalize(self, self._driver.destroy_stream, raw).atexit = False
-        return torch.cuda.ExternalStream(raw, self._device), raw, torch.cuda.MemPool()
+        return torch.cuda.ExternalStream(raw, self._device), torch.cuda.MemPool()
 
     def _on_current(self, call: Callable[[int], None]) -> None:
         call(torch_private.current_raw_stream(self._device.index))

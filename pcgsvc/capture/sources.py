@@ -11,6 +11,7 @@ while a stream is captured and so executes nothing. Only what changed since the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ class Node(Protocol):
     def set(self, launch: Launch) -> None:
         """Make this launch."""
 
-    def change(self, grid: tuple[int, int, int] | None, numbers: Sequence[tuple[int, Any]]) -> None:
+    def change(self, grid: tuple[int, int, int] | None, args: Sequence[tuple[int, Any]]) -> None:
         """Use another grid (None: the same), and other arguments at some positions."""
 
     def enable(self, enabled: bool) -> None:
@@ -78,8 +79,11 @@ class Composer(Protocol):
             DriverError: the device refuses a part; as nodes do when they are patched.
         """
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a block in which calls are captured."""
+
     def capture(self, run: Step) -> Sequence[Launch]:
-        """Return what a call would launch; its Python runs, its kernels do not.
+        """Return what a call would launch, inside `aside`; its Python runs, its kernels do not.
 
         Raises:
             UnstitchableError: it cannot be captured, or does more than launch kernels.
@@ -195,7 +199,8 @@ class Source:
         """Whether the op's Python runs at each step, for want of a plan."""
         if self.is_captured and planned:
             raise UnstitchableError("it has no launch plan")
-        self.slots = self.ask(context)
+        with composer.aside() if self.is_captured else nullcontext():
+            self.slots = self.ask(context)
         """What each member's nodes launched last; some of the last ones may be left out now."""
         if self.is_captured:
             composer.launch(self.slots)  # what the op set up for the new stream must have happened

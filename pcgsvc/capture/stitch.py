@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -52,6 +53,7 @@ class Stitched:
         self._parts, self._composer, self._fallbacks = parts, composer, fallbacks
         self.sources = sources
         self._asked = [source for source in sources if not source.is_fixed]
+        self._captures = any(source.is_captured for source in sources)
         self._broken = False
         """Whether an op could not be captured at a later step: its pieces replay from then on."""
         self._composed = self._compose()
@@ -65,11 +67,12 @@ class Stitched:
         """Of the boundaries whose Python has run in this step: what executes their kernels."""
         source = None
         try:
-            for source in self._asked:
-                found = source.ask(context)
-                launches.append(found)
-                if source.is_captured:
-                    ran[id(source.first)] = partial(self._composer.launch, found)
+            with self._composer.aside() if self._captures else nullcontext():
+                for source in self._asked:
+                    found = source.ask(context)
+                    launches.append(found)
+                    if source.is_captured:
+                        ran[id(source.first)] = partial(self._composer.launch, found)
             if any(len(n) > len(s.slots) for s, n in zip(self._asked, launches, strict=True)):
                 self._grow(launches)
             patched = False
