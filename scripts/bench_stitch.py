@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Time `capture.replay=stitched` beside pieces and one full graph; prints one JSON object.
 
-    python scripts/bench_stitch.py [--llama] [--out FILE]
+    python scripts/bench_stitch.py [--llama LAYERS] [--out FILE]
 
 A decoder of 32 layers x 512 under Inductor whose op launches one Triton kernel; its grid and an
 integer argument come from the step's lengths on the host. `full` froze those of its capture: what
 cannot be had for such an op, as the yardstick. Per case: microseconds of host time until a step is
 enqueued (median, 10th percentile), and back to back (median of rounds), over bare replays whose
-contexts are made beforehand. `--llama`: Llama-3-8B shapes, `attention=triton`, 8 requests of 512.
+contexts are made beforehand. Pieces and stitched are the same captured entry. `--llama`:
+Llama-3-8B shapes with fewer layers, `attention=triton`, 8 requests of 512 tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,11 @@ import triton.language as tl
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pcgsvc
+from pcgsvc.capture.stitch import Joined, Stitched
 from pcgsvc.config import Mode
 from pcgsvc.cuda_driver import Launch
 from pcgsvc.forward.batch import check_batch
-from pcgsvc.ops.context import ForwardContext, reset_context, set_context
+from pcgsvc.ops.context import ForwardContext, reset_context, set_context, use_context
 from pcgsvc.ops.launches import triton_launch
 from pcgsvc.serve.runner import Runner
 
@@ -145,7 +148,7 @@ def measure(steps: Sequence[Callable[[], Any]], given: Sequence[Any]) -> dict[st
         run()
     torch.cuda.synchronize()
     hosts = []
-    for _ in range(200):
+    for _ in range(150):
         started = time.perf_counter()
         run()
         hosts.append(time.perf_counter() - started)
@@ -176,36 +179,44 @@ def yardstick() -> float:
 LENGTHS = {"same": [512], "integers": [512, 511, 510, 509], "grids": [512, 64, 300, 1024]}
 
 
-def row(op: str, mode: Mode, *overrides: str) -> dict[str, Any]:
-    """Build one way, and time it where nothing, integers alone, or grids too change each step."""
-    with build(op, f"mode={mode.value}", *overrides) as runner:
-        (entry,) = runner.table.entries.values()
-        steps, out = entry.calls, {"calls": len(entry.calls), "device_bytes": None}
-        out["device_bytes"] = runner.table.device_bytes
-        out["capture_seconds"] = round(runner.table.capture_seconds, 4)
-        if entry.joined is not None and entry.joined.comparison is not None:
-            out["comparison"] = str(entry.joined.comparison)
-        with torch.no_grad(), runner.memory.on_stream():
-            for name, lengths in LENGTHS.items():
-                out[name] = measure(steps, contexts(runner, mode, lengths))
-        x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
-        batches = [
-            pcgsvc.Batch(query_lens=[1] * ROWS, seq_lens=[n] * ROWS) for n in LENGTHS["grids"]
-        ]
-        turn = itertools.cycle(batches)
-        out["whole_call_grids"] = measure([lambda: runner(x, batch=next(turn))], [None])
-    return {**out, "yardstick_us": yardstick()}
+def cases(runner: Runner, mode: Mode, steps: Sequence[Callable[[], Any]]) -> dict[str, Any]:
+    """Time one way to replay, where nothing, integers alone, or grids too change each step."""
+    with torch.no_grad(), runner.memory.on_stream():
+        return {
+            name: measure(steps, contexts(runner, mode, lengths))
+            for name, lengths in LENGTHS.items()
+        }
+
+
+def whole_call(runner: Runner) -> dict[str, float]:
+    """Time calls of a runner whose lengths change each time."""
+    x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    batches = [pcgsvc.Batch(query_lens=[1] * ROWS, seq_lens=[n] * ROWS) for n in LENGTHS["grids"]]
+    turn = itertools.cycle(batches)
+    return measure([lambda: runner(x, batch=next(turn))], [None])
 
 
 def decoder() -> dict[str, Any]:
     """Time the decoder."""
-    out: dict[str, Any] = {
-        "full": row("frozen", Mode.FULL),
-        "pieces": row("attend", Mode.PIECEWISE, "capture.replay=pieces"),
-        "stitched": row("attend", Mode.PIECEWISE, "capture.replay=stitched"),
-        "stitched_without_plan": row("python", Mode.PIECEWISE, "capture.replay=stitched"),
-        "auto": row("attend", Mode.PIECEWISE, "capture.replay=auto"),
-    }
+    out: dict[str, Any] = {"yardstick_us": [yardstick()]}
+    with build("frozen", "mode=full") as runner:
+        (entry,) = runner.table.entries.values()
+        out["full"] = {**cases(runner, Mode.FULL, entry.calls), "whole_call": whole_call(runner)}
+    for op, name in (("attend", "stitched"), ("python", "stitched_without_plan")):
+        with build(op, "mode=piecewise", "capture.replay=stitched") as runner:
+            (entry,) = runner.table.entries.values()
+            joined = entry.joined
+            assert joined is not None
+            if op == "attend":
+                out["pieces"] = cases(runner, Mode.PIECEWISE, entry.steps)
+            out[name] = cases(runner, Mode.PIECEWISE, entry.calls)
+            out[name]["whole_call"] = whole_call(runner)
+            out[name]["cost"] = cost_of(runner, joined)
+            joined.steps = []  # from now on calls replay the pieces
+            runner._replays.clear()
+            if op == "attend":
+                out["pieces"]["whole_call"] = whole_call(runner)
+        out["yardstick_us"].append(yardstick())
     full = out["full"]["same"]["step_us"]
     out["to_full"] = {
         name: {case: round(out[name][case]["step_us"] / full, 3) for case in LENGTHS}
@@ -214,30 +225,51 @@ def decoder() -> dict[str, Any]:
     return out
 
 
-def llama() -> dict[str, Any]:
+def cost_of(runner: Runner, joined: Joined) -> dict[str, float]:
+    """Return what one more executable of an entry takes: milliseconds, and bytes of the device.
+
+    The first one's nodes are taken from it: it is not replayed any more.
+    """
+    (one,) = joined.stitched
+    context = contexts(runner, Mode.PIECEWISE, [512])[0]
+    free = torch.cuda.mem_get_info()[0]
+    with use_context(context), runner.memory.on_stream():
+        started = time.perf_counter()
+        more = [Stitched(one.parts, one.sources, one.composer, Counter()) for _ in range(8)]
+        seconds = (time.perf_counter() - started) / len(more)
+        for other in more:
+            other()
+        torch.cuda.synchronize()
+    taken = (free - torch.cuda.mem_get_info()[0]) / len(more)
+    return {"ms": round(1e3 * seconds, 2), "bytes": int(taken)}
+
+
+def llama(layers: int) -> dict[str, Any]:
     """Time Llama-3-8B shapes with `attention=triton`: its launches are the same at every step."""
-    words = ["model=llama", "model.preset=8b", "attention=triton", "dtype=bfloat16"]
-    words += ["compiler=inductor", f"capture.sizes=[{ROWS}]", "capture.self_check=false"]
-    out: dict[str, Any] = {}
-    for name, more in {
-        "full": ["mode=full"],
-        "pieces": ["mode=piecewise", "capture.replay=pieces"],
-        "stitched": ["mode=piecewise", "capture.replay=stitched"],
-    }.items():
-        with pcgsvc.load_runner([*words, "attention.max_model_len=1024", *more]) as runner:
-            assert runner.blocks is not None
-            tables = [runner.blocks.allocate(32) for _ in range(ROWS)]
-            batch = pcgsvc.Batch(query_lens=[1] * ROWS, seq_lens=[512] * ROWS, block_tables=tables)
-            checked = check_batch(batch, ROWS, runner.memory.geometry)
-            (((mode, _), entry),) = runner.table.entries.items()
-            generator = torch.Generator().manual_seed(0)
-            made = runner.request.bundle.make_inputs(ROWS, generator)
-            with torch.no_grad(), runner.memory.on_stream():
-                runner.memory.load({k: v.cuda() for k, v in made.items()}, ROWS, ROWS)
+    words = ["model=llama", "model.preset=8b", f"model.num_layers={layers}", "dtype=bfloat16"]
+    words += ["attention=triton", "compiler=inductor", f"capture.sizes=[{ROWS}]", "cache.mode=off"]
+    words += ["capture.self_check=false", "attention.max_model_len=1024"]
+    out: dict[str, Any] = {"layers": layers}
+    with pcgsvc.load_runner(
+        [*words, "mode=full_and_piecewise", "capture.replay=stitched"]
+    ) as runner:
+        assert runner.blocks is not None
+        tables = [runner.blocks.allocate(32) for _ in range(ROWS)]
+        batch = pcgsvc.Batch(query_lens=[1] * ROWS, seq_lens=[512] * ROWS, block_tables=tables)
+        checked = check_batch(batch, ROWS, runner.memory.geometry)
+        made = runner.request.bundle.make_inputs(ROWS, torch.Generator().manual_seed(0))
+        ways: dict[str, tuple[Mode, Sequence[Callable[[], Any]]]] = {}
+        for (mode, _), entry in runner.table.entries.items():
+            if mode is Mode.FULL:
+                ways["full"] = mode, entry.calls
+            else:
+                ways |= {"pieces": (mode, entry.steps), "stitched": (mode, entry.calls)}
+        with torch.no_grad(), runner.memory.on_stream():
+            runner.memory.load({k: v.cuda() for k, v in made.items()}, ROWS, ROWS)
+            for name, (mode, steps) in ways.items():
                 context = runner.memory.context(checked, ROWS, in_full_graph=mode is Mode.FULL)
-                out[name] = {"calls": len(entry.calls), **measure(entry.calls, [context])}
-            out[name]["device_bytes"] = runner.table.device_bytes
-        out[name]["yardstick_us"] = yardstick()
+                out[name] = measure(steps, [context])
+    out["yardstick_us"] = yardstick()
     full = out["full"]["step_us"]
     out["to_full"] = {n: round(out[n]["step_us"] / full, 4) for n in ("pieces", "stitched")}
     return out
@@ -246,7 +278,7 @@ def llama() -> dict[str, Any]:
 def main() -> None:
     """Run, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--llama", action="store_true")
+    parser.add_argument("--llama", type=int, metavar="LAYERS")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     found: dict[str, Any] = {
@@ -258,7 +290,7 @@ def main() -> None:
         "decoder": decoder(),
     }
     if words.llama:
-        found["llama_8b"] = llama()
+        found["llama_8b"] = llama(words.llama)
     text = json.dumps(found, indent=1)
     print(text)
     if words.out is not None:

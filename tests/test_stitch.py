@@ -483,6 +483,24 @@ def test_a_refused_patch_runs_that_step_as_pieces_and_sets_the_node_anew() -> No
     assert said == [("set", (1, 1, 1), (2,)), ("enable", True), ("replay", True)]
 
 
+def test_a_device_that_refuses_to_join_anew_leaves_what_was_joined() -> None:
+    steps, composer = Steps(), NotingComposer()
+    joined = steps.join(composer)
+    compose = composer.compose
+
+    def refuse(parts: Any) -> Any:
+        raise DriverError("no memory")
+
+    few, many = steps.launches, [steps.launch(1), steps.launch(2)]
+    composer.compose = refuse  # type: ignore[method-assign]
+    for launches, said in [(many, []), (few, [("replay", False)]), (many, [])]:
+        steps.launches = launches
+        assert step(joined) == said
+    assert joined.fallbacks == {"test::op: no memory": 2}
+    composer.compose = compose  # type: ignore[method-assign]
+    assert [said[0] for said in step(joined)] == ["compose", "replay"]
+
+
 def test_a_device_that_refuses_to_join_leaves_the_pieces() -> None:
     composer = NotingComposer()
 

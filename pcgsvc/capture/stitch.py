@@ -50,7 +50,7 @@ class Stitched:
         composer: Composer,
         fallbacks: Counter[str],
     ) -> None:
-        self._parts, self._composer, self._fallbacks = parts, composer, fallbacks
+        self.parts, self.composer, self._fallbacks = parts, composer, fallbacks
         self.sources = sources
         self._asked = [source for source in sources if not source.is_fixed]
         self._captures = any(source.is_captured for source in sources)
@@ -67,12 +67,12 @@ class Stitched:
         """Of the boundaries whose Python has run in this step: what executes their kernels."""
         source = None
         try:
-            with self._composer.aside() if self._captures else nullcontext():
+            with self.composer.aside() if self._captures else nullcontext():
                 for source in self._asked:
                     found = source.ask(context)
                     launches.append(found)
                     if source.is_captured:
-                        ran[id(source.first)] = partial(self._composer.launch, found)
+                        ran[id(source.first)] = partial(self.composer.launch, found)
             if any(len(n) > len(s.slots) for s, n in zip(self._asked, launches, strict=True)):
                 self._grow(launches)
             patched = False
@@ -99,7 +99,7 @@ class Stitched:
         parts: list[Step | Launch] = []
         runs: list[tuple[Member, int, int]] = []
         count = 0
-        for part in self._parts:
+        for part in self.parts:
             if isinstance(part, Boundary):
                 source = owners[id(part)]
                 member = source.members[id(part)]
@@ -108,7 +108,7 @@ class Stitched:
                 count += len(source.slots)
             else:
                 parts.append(part)
-        composed = self._composer.compose(parts)
+        composed = self.composer.compose(parts)
         for member, begin, end in runs:
             member.nodes = composed.nodes[begin:end]
         for source in self.sources:
@@ -117,13 +117,19 @@ class Stitched:
 
     def _grow(self, launches: Sequence[list[Launch]]) -> None:
         """Compose anew, since some boundary launches more kernels than it ever has."""
+        before = [source.slots for source in self._asked]
         for source, found in zip(self._asked, launches, strict=True):
             if len(found) > len(source.slots):
                 source.slots = list(found)
-        self._composed = self._compose()
+        try:
+            self._composed = self._compose()
+        except DriverError:
+            for source, slots in zip(self._asked, before, strict=True):
+                source.slots = slots
+            raise
 
     def _in_pieces(self, ran: dict[int, Step]) -> None:
-        for part in self._parts:
+        for part in self.parts:
             if isinstance(part, Boundary):
                 ran.get(id(part), part.step)()
             else:

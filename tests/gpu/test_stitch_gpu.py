@@ -228,6 +228,23 @@ def test_attention_of_triton_equals_its_pieces_bit_by_bit(words: tuple[str, ...]
             assert torch.equal(wanted, joined(ids, positions, batch=batch))
 
 
+def test_a_caller_may_write_its_tables_and_lengths_once_a_call_has_returned() -> None:
+    with llama("pieces") as pieces, llama("stitched") as joined:
+        requests = Requests(pieces, 5)
+        Requests(joined, 5)
+        for _ in range(20):
+            ids, positions, batch = requests.step()
+            wanted = pieces(ids, positions, batch=batch)
+            lens, seqs = list(batch.query_lens), list(batch.seq_lens or ())
+            tables = [list(table) for table in batch.block_tables]
+            torch.cuda._sleep(5_000_000)
+            mine = pcgsvc.Batch(query_lens=lens, seq_lens=seqs, block_tables=tables)
+            got = joined(ids, positions, batch=mine)
+            for values in (lens, seqs, *tables):
+                values[:] = [1] * len(values)
+            assert torch.equal(wanted, got)
+
+
 def test_patches_leave_queued_launches_alone() -> None:
     with build(["planned"] * 6, "pieces") as pieces, build(["planned"] * 6, "stitched") as joined:
         rng, given = random.Random(3), []
