@@ -13,8 +13,10 @@ from typing import Any
 
 from pcgsvc import torch_private
 from pcgsvc.cache.programs import Artifacts
+from pcgsvc.cache.remote import open_remote
 from pcgsvc.cache.store import Store
 from pcgsvc.compilers.folder import CompilerFolder
+from pcgsvc.errors import CacheError
 from pcgsvc.events import Phases, count, log_event
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Request
@@ -39,6 +41,8 @@ class BuildEnvironment:
     """Why the program that was loaded at first is built cold; None: that did not happen."""
     fast_paths: bool
     """Whether attention modules of torch.nn take their fused path outside of builds."""
+    strict: bool
+    """Whether what the remote does not do is an error."""
     until_stored: ExitStack
     """Held while other processes wait for this build of the program; closed once it is stored."""
 
@@ -49,9 +53,16 @@ class BuildEnvironment:
         torch_private.import_compilers(inductor=inductor)
 
     def store_tuned_kernels(self, model: CompiledModel) -> None:
-        """Store what only running the program shows, once it has run: kernels and their choice."""
+        """Store what only running the program shows, once it has run: kernels and their choice.
+
+        Raises:
+            CacheError: under `strict=true`, something was not fetched or published as asked.
+        """
         if model.facts is not None:
             self.artifacts.finish(model.facts, model.image, model.program.pieces)
+        sharing = self.store.sharing
+        if self.strict and sharing is not None and (problems := sharing.section()["problems"]):
+            raise CacheError(f"strict=true, and cache.remote failed: {'; '.join(problems)}.")
 
     def cache_section(self, model: CompiledModel, key: str | None) -> dict[str, Any]:
         """Return the report's `cache`, and log why pieces were not loaded."""
@@ -71,6 +82,7 @@ class BuildEnvironment:
             "healed": int(self.wrong is not None),
             "stored": model.facts is not None,
             "not_stored": model.unstored,
+            **({} if self.store.sharing is None else {"remote": self.store.sharing.section()}),
         }
 
 
@@ -112,6 +124,7 @@ def build_environment(
                 mode=config.cache.mode,
                 max_bytes=config.cache.max_bytes,
                 refresh=wrong is not None,
+                remote=open_remote(config.cache),
             ) as store,
             ExitStack() as until_stored,
         ):
@@ -124,6 +137,7 @@ def build_environment(
                 artifacts=Artifacts(config, request.device, store, folder),
                 wrong=wrong,
                 fast_paths=fast_paths,
+                strict=config.strict,
                 until_stored=until_stored,
             )
     except BaseException:

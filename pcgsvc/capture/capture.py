@@ -288,6 +288,11 @@ def _capture_error(error: Exception, program: Program, key: EntryKey) -> Capture
 
 def _way_out(text: str) -> str:
     """Return what to do about an error of CUDA's that does not say so itself."""
+    if "Cannot copy between CPU and CUDA" in text:
+        return (
+            " What is copied lives on the host: keep it on the device, as a buffer of the model. "
+            "A number that is assigned to one element is copied as well: x[0].fill_(2) is not."
+        )
     if "unjoined" not in text:
         return ""
     return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pcgsvc.cache.remote import open_remote
 from pcgsvc.cache.root import check_place, why_not_writable
 from pcgsvc.config import CacheAction, CacheMode, Config, Job, Strategy
 from pcgsvc.config.compose import Command
@@ -160,6 +161,7 @@ def _check_outputs(config: Config) -> None:
     if config.job in _WITH_CACHE:
         try:
             check_place(config.cache, needed=config.job is Job.CACHE)
+            open_remote(config.cache)
         except CacheError as error:
             raise ConfigError(str(error)) from error
     if config.job is Job.CACHE:
@@ -189,8 +191,13 @@ def _check_compile(config: Config) -> None:
 
 
 def check_cache_job(config: Config) -> None:
-    """Refuse a cache that is off, and a bundle that cannot be read or written."""
+    """Refuse an action without its remote, and a bundle that cannot be read or written."""
     cache = config.cache
+    if cache.action in (CacheAction.PUSH, CacheAction.PULL) and cache.remote is None:
+        raise ConfigError(
+            f"cache.remote: cache.action={cache.action.value} needs the URL of a remote, e.g. "
+            "cache.remote=s3://bucket/folder."
+        )
     if cache.action not in (CacheAction.EXPORT, CacheAction.IMPORT):
         return
     if not cache.file:

@@ -191,7 +191,7 @@ class _Scope:
             "module": module,
             "constants": dict(constants),
             "G": _Globals(),
-            "__builtins__": {"type": type, "dict": dict, "list": list, "tuple": tuple, "len": len},
+            "__builtins__": {t.__name__: t for t in (object, type, dict, list, tuple, len)},
         }
 
         self._classes: dict[type, list[Any]] = {}
