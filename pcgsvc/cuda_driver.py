@@ -38,8 +38,12 @@ class Launch(NamedTuple):
     then not asked for again."""
 
 
+_LEAST_VERSION = 12040
+"""The first driver that tells the parameters of a kernel: 12.4."""
+
+
 class DriverError(RuntimeError):
-    """A call of CUDA's driver failed; the message has the call and CUDA's name of the error."""
+    """A call of CUDA's driver failed: the message has the call and CUDA's name of the error."""
 
 
 class UnpatchableError(RuntimeError):
@@ -349,8 +353,17 @@ def find_driver() -> Driver:
     """Return CUDA's driver.
 
     Raises:
-        ImportError: the package `cuda-bindings` is not installed.
+        DriverError: the package `cuda-bindings` is missing, or it or the driver is too old.
     """
-    from cuda.bindings import driver
-
-    return Driver(driver)
+    try:
+        from cuda import bindings
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DriverError("cuda-bindings is not installed (pip install 'pcgsvc[cuda]')") from error
+    if int(bindings.__version__.split(".")[0]) < 13:
+        raise DriverError(f"cuda-bindings is {bindings.__version__}; 13 is needed")
+    found = Driver(driver)
+    version = found.call("cuDriverGetVersion")
+    if version < _LEAST_VERSION:
+        raise DriverError(f"CUDA's driver is of version {version}; {_LEAST_VERSION} is needed")
+    return found

@@ -42,6 +42,7 @@ class FakeBindings:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.version = 13000
         self.kernels: dict[int, Kernel] = {}
         self.graphs: dict[int, list[FakeNode]] = {}
         self.executables: dict[int, tuple[list[FakeNode], list[FakeNode]]] = {}
@@ -92,6 +93,9 @@ class FakeBindings:
     def _note(self, name: str, *args: Any) -> Any:
         self.calls.append((name, *args))
         return self.fails.get(name, OK)
+
+    def cuDriverGetVersion(self) -> Any:  # noqa: N802
+        return OK, self.version
 
     def cuFuncGetParamInfo(self, function: Any, at: int) -> Any:  # noqa: N802
         layout = self.kernels[int(function)].layout

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import struct
+import sys
 from typing import Any
 
+import cuda
 import pytest
 import torch
+from cuda import bindings
 from cuda.bindings import driver as real
 from fake_driver import INVALID, FakeBindings, FakeNode
 
@@ -250,5 +253,28 @@ def test_nodes_that_parameters_cannot_say_are_refused_and_can_be_run_once(
     assert device.fake.names() == ["cuGraphDestroy"]
 
 
-def test_the_driver_is_that_of_cuda_bindings() -> None:
-    assert find_driver().bindings is real
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> FakeBindings:
+    fake = FakeBindings()
+    monkeypatch.setattr(bindings, "driver", fake)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)  # type: ignore[arg-type]
+    return fake
+
+
+def test_the_driver_is_that_of_cuda_bindings(installed: FakeBindings) -> None:
+    assert find_driver().bindings is installed
+
+
+def test_a_driver_that_is_missing_or_too_old_is_said(
+    installed: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed.version = 12030
+    with pytest.raises(DriverError, match=r"CUDA's driver is of version 12030; 12040 is needed"):
+        find_driver()
+    monkeypatch.setattr(bindings, "__version__", "12.9.4")
+    with pytest.raises(DriverError, match=r"cuda-bindings is 12\.9\.4; 13 is needed"):
+        find_driver()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.delattr(cuda, "bindings")
+    with pytest.raises(DriverError, match=r"cuda-bindings is not installed \(pip install"):
+        find_driver()

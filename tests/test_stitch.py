@@ -11,16 +11,18 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from core_helpers import WIDTH, build, rows, verified
+from core_helpers import WIDTH, build, make_config, rows, verified
 from model_helpers import make_context
 from torch import nn
 
 import pcgsvc
 from pcgsvc.capture import stitch
+from pcgsvc.capture.capture import make_engine
 from pcgsvc.capture.recorded import RecordedComposed, RecordedComposer, RecordedNode
 from pcgsvc.capture.sources import Boundary, Comparison, UnstitchableError
 from pcgsvc.config import Replay
@@ -199,6 +201,25 @@ def test_a_step_has_one_profiler_range(monkeypatch: pytest.MonkeyPatch) -> None:
             runner(rows(4))
         names = [event.name for event in profile.events()]
         assert names.count("stitched") == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "level"), [(Replay.STITCHED, "WARNING"), (Replay.AUTO, "INFO"), (Replay.PIECES, None)]
+)
+def test_a_missing_driver_is_said_once_and_leaves_the_pieces(
+    how: Replay, level: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def missing() -> Any:
+        raise DriverError("it is not installed")
+
+    monkeypatch.setattr("pcgsvc.capture.capture.find_driver", missing)
+    memory: Any = SimpleNamespace(stream=object(), device=torch.device("cuda", 0))
+    with caplog.at_level(logging.INFO):
+        engine = make_engine(memory, make_config(replay=how))
+    said = [(record.levelname, record.message) for record in caplog.records]
+    words = "capture.replay: pieces, since it is not installed"
+    assert said == ([] if level is None else [(level, words)])
+    assert engine.composer == (None if level is None else "it is not installed")
 
 
 # ---- what is patched into what -------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pcgsvc.capture.session import Engine, Entry, Session, ranged
 from pcgsvc.capture.sources import Boundary, Step
 from pcgsvc.capture.stitch import Joined, join
 from pcgsvc.config import Config, Mode, Replay
-from pcgsvc.cuda_driver import find_driver
+from pcgsvc.cuda_driver import DriverError, find_driver
 from pcgsvc.errors import CaptureError, PcgError
 from pcgsvc.events import Phases, count, log_event
 from pcgsvc.forward.samples import Samples
@@ -37,7 +37,6 @@ from pcgsvc.program.program import Direct, Program
 logger = logging.getLogger(__name__)
 
 _OWN_FOLDER = str(Path(__file__).parent)
-_NO_DRIVER = "cuda-bindings is not installed (pip install 'pcgsvc[cuda]')"
 
 
 @dataclass(kw_only=True)
@@ -138,13 +137,14 @@ def make_engine(memory: Workspace, config: Config) -> Engine:
     """Return what captures segments on the workspace's device."""
     if memory.stream is None:
         return RecordedEngine()
-    composer = None
+    composer: CudaComposer | str | None = None
     if config.capture.replay is not Replay.PIECES:
         try:
             composer = CudaComposer(find_driver(), memory.device)
-        except ImportError:
+        except DriverError as error:
+            composer = str(error)
             level = logging.WARNING if config.capture.replay is Replay.STITCHED else logging.INFO
-            log_event(logger, level, "no_bindings", "capture.replay: pieces, since %s", _NO_DRIVER)
+            log_event(logger, level, "no_driver", "capture.replay: pieces, since %s", composer)
     return CudaEngine(memory.stream, config.capture.error_mode.value, composer)
 
 
@@ -259,10 +259,10 @@ class _Recorder:
     def _joined(self, entry: Entry, parts: Sequence[Step | Boundary]) -> Joined:
         """Return how a piecewise entry is replayed, as `capture.replay` says."""
         wanted, composer = self.config.capture.replay, self.engine.composer
-        if wanted is Replay.PIECES:
+        if wanted is Replay.PIECES or composer is None:
             return Joined(why="capture.replay=pieces")
-        if composer is None:
-            joined = Joined(why=_NO_DRIVER)
+        if isinstance(composer, str):
+            joined = Joined(why=composer)
         else:
             joined = join(entry.steps, parts, composer, auto=wanted is Replay.AUTO)
         if self.config.debug.profile_ranges:

@@ -34,7 +34,7 @@ class CudaEngine:
     name = "cuda"
 
     def __init__(
-        self, stream: torch.cuda.Stream, error_mode: str, composer: Composer | None = None
+        self, stream: torch.cuda.Stream, error_mode: str, composer: Composer | str | None = None
     ) -> None:
         self.stream, self.composer = stream, composer
         self.pool = torch.cuda.graph_pool_handle()
@@ -52,7 +52,7 @@ class CudaEngine:
         """See `Engine.begin`."""
         # Before it begins: a begin that fails leaves the random generator to `abort`.
         # Kept beside its executable where it may be joined: torch then instantiates at the replay.
-        keep = {"keep_graph": True} if self.composer is not None else {}
+        keep = {} if isinstance(self.composer, str | None) else {"keep_graph": True}
         graph = self._graph = torch.cuda.CUDAGraph(**keep)
         graph.capture_begin(pool=self.pool, capture_error_mode=self._error_mode)
 

@@ -46,8 +46,8 @@ class Engine(Protocol):
     name: str
 
     @property
-    def composer(self) -> Composer | None:
-        """What joins segments and splitting ops; None: they are replayed one by one."""
+    def composer(self) -> Composer | str | None:
+        """What joins segments and splitting ops, or why nothing does; None: nobody asks."""
 
     def begin(self) -> None:
         """Start capturing a segment."""
