@@ -213,6 +213,7 @@ def test_a_missing_driver_is_said_once_and_leaves_the_pieces(
         raise DriverError("it is not installed")
 
     monkeypatch.setattr("pcgsvc.capture.capture.find_driver", missing)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     memory: Any = SimpleNamespace(stream=object(), device=torch.device("cuda", 0))
     with caplog.at_level(logging.INFO):
         engine = make_engine(memory, make_config(replay=how))
