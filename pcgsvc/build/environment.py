@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pcgsvc import torch_private
 from pcgsvc.cache.programs import Artifacts
 from pcgsvc.cache.remote import open_remote
@@ -51,6 +53,8 @@ class BuildEnvironment:
         if inductor:
             self.folder.ready_inductor()
         torch_private.import_compilers(inductor=inductor)
+        if inductor:
+            torch_private.wake_compile_workers()
 
     def store_tuned_kernels(self, model: CompiledModel) -> None:
         """Store what only running the program shows, once it has run: kernels and their choice.
@@ -161,3 +165,5 @@ def working_memory(request: Request, model: CompiledModel) -> Iterator[Workspace
         preserved(memory.bound(model.mutated)),
     ):
         yield memory
+    if memory.stream is not None:
+        torch.cuda.empty_cache()  # what compiling, warming up and checking took for a while

@@ -71,7 +71,8 @@ class BoundResults:
         def step() -> None:
             if (result := run()) is not None and tensors_in(result):
                 self._refuse(f"returned {_words(result)}", "no tensor")
-            zero_padding(rows)
+            if rows:
+                zero_padding(rows)
 
         return step
 

@@ -205,6 +205,10 @@ class CaptureConfig:
     were named or chosen. Larger sizes are dropped with a warning."""
     uniform_query_len: Count = 1
     """Tokens per request in a uniform batch (above 1: speculative decoding); at least 1."""
+    max_padding: Count = 4
+    """How far a call may be padded: one whose next size is more than so many times its rows, and
+    more than 256 rows away, runs in a nearer size of the other mode, or without a graph. At least
+    1."""
     graphs: Graphs = Graphs.AUTO
     """`cuda`, `recorded` (the CPU's stand-in, never faster), `off`, or `auto` by device."""
     error_mode: ErrorMode = ErrorMode.THREAD_LOCAL

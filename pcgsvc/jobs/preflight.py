@@ -13,6 +13,7 @@ from pcgsvc.cache.root import check_place, why_not_writable
 from pcgsvc.config import CacheAction, CacheMode, Config, Job, Strategy
 from pcgsvc.config.compose import Command
 from pcgsvc.config.devices import dtype_of, is_here
+from pcgsvc.config.launchers import check_launcher
 from pcgsvc.errors import CacheError, ConfigError, near
 from pcgsvc.jobs.sweep.objective import check_objective
 from pcgsvc.models.catalog import validate_model
@@ -39,9 +40,12 @@ def check_command(command: Command) -> None:
     """Check every job of a command line, and that no job would write over another's report.
 
     Raises:
-        ConfigError: as `check`; of several jobs, the message says which.
+        ConfigError: as `check`; of several jobs, the message says which. Or the launcher's package
+            is missing.
     """
     configs = command.jobs
+    if command.launcher is not None:
+        check_launcher(command.launcher)
     for at, config in enumerate(configs):
         try:
             check(config)
