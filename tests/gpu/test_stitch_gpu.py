@@ -245,6 +245,19 @@ def test_a_caller_may_write_its_tables_and_lengths_once_a_call_has_returned() ->
             assert torch.equal(wanted, got)
 
 
+def test_a_prepared_step_is_that_of_its_update_whatever_the_caller_writes_since() -> None:
+    with build(["planned", "python"], "stitched") as joined:
+        prepared = joined.prepare(3)
+        for lens in ([1, 2], [2, 1], [3], [1, 1, 1]):
+            mine = list(lens)
+            prepared.update(pcgsvc.Batch(query_lens=mine))
+            x = torch.randn(3, WIDTH, device="cuda")
+            prepared.inputs["x"].copy_(x)
+            mine[:] = [1, 1]
+            got = prepared.step().clone()
+            assert torch.equal(got, joined(x, batch=pcgsvc.Batch(query_lens=lens)))
+
+
 def test_patches_leave_queued_launches_alone() -> None:
     with build(["planned"] * 6, "pieces") as pieces, build(["planned"] * 6, "stitched") as joined:
         rng, given = random.Random(3), []
