@@ -446,6 +446,11 @@ def test_what_a_captured_op_launched_at_the_build_is_executed_there() -> None:
     with use_context(make_context(None, [2, 1])):
         stitch.join([], steps.parts(), NotingComposer(), auto=False)
     assert steps.ran == ["python"]
+    steps, composer = Steps(plan=None), NotingComposer()
+    composer.refuses = [UnstitchableError("it copies", lambda: steps.ran.append("once"))]
+    with use_context(make_context(None, [2, 1])):
+        joined = stitch.join([], steps.parts(), composer, auto=False)
+    assert (steps.ran, joined.why) == (["once"], "test::op stays outside: it copies")
 
 
 def test_an_op_whose_python_ran_in_a_step_that_does_not_fit_is_not_run_again(

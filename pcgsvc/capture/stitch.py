@@ -221,6 +221,8 @@ def _stitch(
         except UnstitchableError as error:
             assert isinstance(part, Boundary)
             joined.outside.setdefault(part.name, str(error))
+            if error.run is not None:
+                error.run()  # as in `Source`
         if run.sources:
             one = Stitched(run.parts, run.sources, composer, joined.fallbacks)
             joined.steps.append(one)
