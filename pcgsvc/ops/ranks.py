@@ -93,20 +93,34 @@ class Ranks:
                 raise PeerError(f"{name} differs between ranks: {_listed(found)}.")
 
     def serve(
-        self, is_waiting: Callable[[], bool], close: Callable[[], None], check_calls: bool
+        self,
+        close: Callable[[], None],
+        lock: threading.RLock,
+        is_done: Callable[[], bool] | None,
+        *,
+        check_calls: bool,
     ) -> None:
         """Watch over a runner from now on.
 
         Args:
-            is_waiting: a bound method: whether a call of it may be waiting for peers.
-            close: a bound method that closes it.
+            close: its method that closes it.
+            lock: held while it is called.
+            is_done: whether the device has done the last call; None: calls return when they have.
             check_calls: `debug.check_calls`.
         """
         self._checks_calls = check_calls
-        if self._watch is not None:
-            waits, closes = weakref.WeakMethod(is_waiting), weakref.WeakMethod(close)
-            self._watch.is_waiting = lambda: (method := waits()) is not None and method()
-            self._watch.close_runner = lambda: (method := closes()) is not None and method()
+        if self._watch is None:
+            return
+        method = weakref.WeakMethod(close)
+
+        def is_waiting() -> bool:
+            if not lock.acquire(blocking=False):
+                return True
+            lock.release()
+            return is_done is not None and not is_done()
+
+        self._watch.is_waiting = is_waiting
+        self._watch.close_runner = lambda: (found := method()) is not None and found()
 
     def close(self) -> None:
         """Tell peers that this process is done."""
