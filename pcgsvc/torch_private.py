@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ---- any room ------------------------------------------------------------------------------------
@@ -347,6 +348,19 @@ def global_hooks() -> list[Any]:
     """Return the hooks that run in every module; Dynamo traces them into the graph."""
     home = torch.nn.modules.module
     return [*home._global_forward_pre_hooks.values(), *home._global_forward_hooks.values()]
+
+
+def process_groups() -> dict[Any, list[int]]:
+    """Return the process groups that this process is in, oldest first, with their global ranks."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return {}
+    world: Any = distributed.distributed_c10d._world
+    return {group: list(ranks) for group, ranks in world.pg_group_ranks.items()}
+
+
+def group_named(name: str) -> Any:
+    """Return the process group that functional collectives call by a name."""
+    return distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
 
 
 def autocast_kind(target: Any) -> str | None:

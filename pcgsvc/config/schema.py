@@ -17,6 +17,7 @@ from pcgsvc.config.choices import (
     Arrivals,
     CacheAction,
     CacheMode,
+    Collectives,
     Compiler,
     ErrorMode,
     Graphs,
@@ -163,6 +164,19 @@ class PartitionConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """Processes that run one model together, each on a device of its own."""
+
+    tensor: Count = 1
+    """Processes that share the model's heads and features; torchrun starts as many. At least 1."""
+    collectives: Collectives | None = None
+    """`region` (captured inside graphs, which NCCL can do) or `boundary` (between them); None:
+    region on CUDA, boundary on the CPU."""
+    timeout_s: Annotated[float, Positive] = 60.0
+    """How long a process of whose peers one is gone goes on, in seconds; at least 1."""
+
+
+@dataclass(kw_only=True, slots=True)
 class CompilerConfig:
     """What compiles the regions."""
 
@@ -263,6 +277,9 @@ class DebugConfig:
     poison: bool = False
     """Recorded graphs only: before a replay, fill the memory of all other entries with NaN, as
     sharing one graph pool may."""
+    check_calls: bool = False
+    """Where processes run a model together: compare number, size and mode of every call over all of
+    them, and refuse a call that differs. Else such a call hangs or gives wrong results."""
     profile_ranges: bool = False
     """Wrap every replay step in a profiler range that carries its piece's name."""
 
@@ -373,6 +390,7 @@ class Config:
     mode: Mode = Mode.FULL_AND_PIECEWISE
     """Which graphs serve which batches."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -42,7 +42,13 @@ def place_of(config: Config) -> Place:
         return Place()
     if _initialised():
         return Place(distributed.get_rank(), distributed.get_world_size())
-    return _launched() or Place()
+    return _launched() or Place(0, config.parallel.tensor)
+
+
+def tensor_place(config: Config) -> Place:
+    """Return this process's place among the ranks of `parallel.tensor`; the first of a plan's."""
+    here = Place(distributed.get_rank()) if _initialised() else _launched() or Place()
+    return Place(here.rank, config.parallel.tensor) if config.parallel.tensor > 1 else Place()
 
 
 def require_group(device: torch.device) -> None:
