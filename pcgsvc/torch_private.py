@@ -360,7 +360,8 @@ def process_groups() -> dict[Any, list[int]]:
 
 def group_named(name: str) -> Any:
     """Return the process group that functional collectives call by a name."""
-    return distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    home: Any = distributed.distributed_c10d
+    return home._resolve_process_group(name)
 
 
 def autocast_kind(target: Any) -> str | None:

@@ -5,6 +5,10 @@
 Starts `examples/service` as a process on loopback, compares every answer of a prompt with the first
 one, and writes throughput and latencies. Ratios are taken within one run. Other load on the machine
 moves the figures by the clock, hardly those by the processor's time that the service used.
+
+Then the same requests go through `pcgsvc.Slots` in this process, without the service around it:
+what the front adds is the service's time over that of the steps alone, device included. With
+`--ids N`, prompts are N token ids each, for models without a tokenizer.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from typing import Any
 import httpx
 import torch
 
+import pcgsvc
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -37,18 +43,19 @@ MODEL = (
 PORT = 8765
 
 
-def bodies(count: int, distinct: int, new: int) -> list[dict[str, Any]]:
+def bodies(count: int, distinct: int, new: int, ids: int) -> list[dict[str, Any]]:
     """Return requests; greedy, so that each prompt has one answer."""
-    prompts = [f"The number {at} is known for" for at in range(distinct)]
+    prompts: list[Any] = [f"The number {at} is known for" for at in range(distinct)]
+    if ids:
+        prompts = [[1 + (7 * at + i) % 999 for i in range(ids)] for at in range(distinct)]
     return [
         {"prompt": prompts[at % distinct], "max_new_tokens": new, "temperature": 0}
         for at in range(count)
     ]
 
 
-def start(cache: str) -> tuple[subprocess.Popen[bytes], float]:
+def start(words: str) -> tuple[subprocess.Popen[bytes], float]:
     """Return the service once it is ready, and how long that took in seconds."""
-    words = f"{MODEL} cache.dir={cache}"
     command = [sys.executable, "-m", "uvicorn", "--app-dir", str(ROOT / "examples"), "--factory"]
     command += ["service.app:create_app", "--port", str(PORT), "--log-level", "warning"]
     started = time.perf_counter()
@@ -86,7 +93,34 @@ def measured(
 def different(answers: list[Answer]) -> int:
     """Return how many answers are not the first one of their prompt."""
     first: dict[str, list[int]] = {}
-    return sum(first.setdefault(a.body["prompt"], a.tokens) != a.tokens for a in answers)
+    return sum(first.setdefault(str(a.body["prompt"]), a.tokens) != a.tokens for a in answers)
+
+
+def without_front(words: list[str], requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the same requests take through slots alone, and their steps' own time."""
+    with pcgsvc.load_runner(words) as runner:
+        cuda = next(runner.model.module.parameters()).is_cuda
+        steps: list[float] = []
+
+        def listen(seconds: float) -> None:
+            launched = time.perf_counter()
+            if cuda:
+                torch.cuda.synchronize()
+            steps.append(seconds + time.perf_counter() - launched)
+
+        prompts, new = [r["prompt"] for r in requests], requests[0]["max_new_tokens"]
+        greedy = pcgsvc.Sampling(temperature=0)
+        runner.generate(prompts[:64], 4, sampling=greedy, return_ids=True)
+        runner.time_calls(listen)
+        started = time.perf_counter()
+        runner.generate(prompts, new, sampling=greedy, return_ids=True)
+        seconds = time.perf_counter() - started
+    return {
+        "seconds": round(seconds, 3),
+        "steps": len(steps),
+        "steps_s": round(sum(steps), 3),
+        "median_step_ms": round(statistics.median(steps) * 1e3, 3),
+    }
 
 
 def main() -> None:
@@ -99,14 +133,17 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--ids", type=int, default=0)
+    parser.add_argument("--model", default=MODEL, help="settings of what is served")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    few = bodies(given.alone, given.prompts, given.max_new_tokens)
-    many = bodies(given.requests, given.prompts, given.max_new_tokens)
+    few = bodies(given.alone, given.prompts, given.max_new_tokens, given.ids)
+    many = bodies(given.requests, given.prompts, given.max_new_tokens, given.ids)
     with tempfile.TemporaryDirectory() as cache:
-        words = [*MODEL.split(), f"cache.dir={cache}", f"hydra.run.dir={cache}/log"]
-        subprocess.run([sys.executable, "-m", "pcgsvc", "job=compile", *words], check=True)
-        process, ready_s = start(cache)
+        words = [*given.model.split(), f"cache.dir={cache}"]
+        command = [sys.executable, "-m", "pcgsvc", "job=compile", f"hydra.run.dir={cache}/log"]
+        subprocess.run([*command, *words], check=True)
+        process, ready_s = start(" ".join(words))
         try:
             load_before = os.getloadavg()[0]
             before, alone = measured(few, 1, process.pid)
@@ -115,6 +152,7 @@ def main() -> None:
         finally:
             process.terminate()
             process.wait()
+        direct = without_front(words, many)
 
     def speedup(name: str) -> float:
         return round(together[name] / statistics.mean((alone[name], again[name])), 2)
@@ -124,12 +162,15 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "settings": MODEL,
+        "settings": given.model,
         "threads": os.environ.get("OMP_NUM_THREADS", "as torch chooses"),
         "load_average": [round(load, 1) for load in (load_before, os.getloadavg()[0])],
         "ready_after_a_warm_start_s": round(ready_s, 2),
         "one_client": [alone, again],
         f"{given.clients}_clients": together,
+        "without_the_front": direct,
+        "front_adds_to_the_steps": round(together["seconds"] / direct["steps_s"] - 1, 3),
+        "front_adds_to_slots_alone": round(together["seconds"] / direct["seconds"] - 1, 3),
         "speedup": {n: speedup(n) for n in ("tokens_per_s", "tokens_per_cpu_s")},
         "answers_unlike_the_first_of_their_prompt": different([*before, *answers, *after]),
     }

@@ -724,3 +724,16 @@ def test_a_tensor_without_memory_says_that_it_has_no_values() -> None:
     assert private.is_fake_limit(caught.value)
     assert not private.is_fake_limit(RuntimeError())
     assert not private.is_fake_limit(None)
+
+
+# ---- process groups ------------------------------------------------------------------------------
+
+
+def test_process_groups_are_listed_with_their_ranks_and_found_by_name(group: None) -> None:
+    (world,) = private.process_groups()
+    assert private.process_groups() == {world: [0]}
+    assert private.group_named(world.group_name) is world
+
+
+def test_without_a_group_there_are_none() -> None:
+    assert private.process_groups() == {}

@@ -49,7 +49,7 @@ def group_word(group: Any) -> str:
 
 
 def of_ranks(count: int) -> str:
-    """Return the word of the group of the first `count` ranks, or of the like of it in a mesh."""
+    """Return the word of a group of `count` ranks one behind the other."""
     return f"{count}@1"
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from pcgsvc import torch_private
 from pcgsvc.forward.objects import (
@@ -27,6 +29,7 @@ from pcgsvc.forward.objects import (
     own_bases,
     reads_of,
 )
+from pcgsvc.ops.collectives import group_word
 
 
 class NotCanonicalError(Exception):
@@ -44,6 +47,8 @@ def identity(value: Any) -> Any:
         return ["function", name_of(value), digest(value)]
     if isinstance(value, enum.Enum):
         return canonical(value)
+    if (group := group_form(value)) is not None:
+        return group
     if isinstance(value, type):
         digests = [] if is_versioned_class(value) else [code_digest(value)]
         return ["class", name_of(value), *digests]
@@ -57,6 +62,25 @@ def identity(value: Any) -> Any:
             raise NotCanonicalError(f"a {name_of(type(value))} has no form that can be written")
         return ["torch", text]
     return canonical(value)
+
+
+def group_form(value: Any) -> list[Any] | None:
+    """Return the form of a process group or a device mesh, the same on all its ranks, or None."""
+    if not distributed.is_available():
+        return None
+    if isinstance(value, distributed.ProcessGroup):
+        backend = distributed.get_backend(value)
+        return ["group", group_word(value), backend]
+    if isinstance(value, DeviceMesh):
+        groups = [group_form(group) for group in value.get_all_groups()]
+        return ["mesh", value.device_type, value.mesh_dim_names, list(value.shape), groups]
+    return None
+
+
+def reads_ranks(value: Any) -> bool:
+    """Whether a value that tracing read may tell which of several processes this one is."""
+    name = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", "")
+    return str(name).startswith("torch.distributed")
 
 
 def canonical(value: Any) -> Any:
@@ -97,6 +121,8 @@ def canonical(value: Any) -> Any:
         return ["partial", identity(value.func), *held]
     if isinstance(value, (types.FunctionType, types.MethodType, *CODE)):
         return identity(value)
+    if (group := group_form(value)) is not None:
+        return group
     raise NotCanonicalError(f"a {name_of(type(value))} has no form that can be written down")
 
 

@@ -18,10 +18,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.config import Config
 from pcgsvc.errors import CompileError
 from pcgsvc.forward.results import ResultTree, from_text
 from pcgsvc.forward.specs import SizePredicate, TensorSpec
-from pcgsvc.ops.registry import default_boundaries, find_spec
+from pcgsvc.ops.collectives import unnamed_boundaries
+from pcgsvc.ops.registry import find_spec
 from pcgsvc.program.forms import NotCanonicalError, code_digest, reach_digest
 from pcgsvc.program.guards import StoredGuard
 from pcgsvc.program.pieces import Kind, Partition
@@ -226,12 +228,9 @@ def _op_modules(schemas: Mapping[str, str]) -> set[str]:
     return found - {"__main__"}
 
 
-def new_boundaries(image: ProgramImage, names: list[str] | None) -> list[str]:
-    """Return ops of the graph that would be boundaries now and were not when it was partitioned.
-
-    `names`: `partition.splitting_ops`.
-    """
-    return sorted((default_boundaries(names) & set(image.ops)) - set(image.matched))
+def new_boundaries(image: ProgramImage, config: Config) -> list[str]:
+    """Return ops of the graph that would be boundaries now and were not when it was partitioned."""
+    return sorted((unnamed_boundaries(config) & set(image.ops)) - set(image.matched))
 
 
 # ---- JSON ----------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def generate(
         raise BatchError("prompts: got one text, a list of texts is needed: generate([text]).")
     if runner.request.bundle.tokenizer is None and not return_ids:
         raise ConfigError(
-            "generate: this model has no tokenizer. Use model=smollm2, or generate_ids(...)."
+            "generate: this model has no tokenizer. Give prompts as token ids and return_ids=True."
         )
     done = _generate(runner, prompts, max_new_tokens, sampling, slots)
     return [c.new if return_ids else c.text for c in done]

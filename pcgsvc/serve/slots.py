@@ -164,7 +164,7 @@ class Slots:
         if tokenizer is None and (isinstance(prompt, str) or sampling.stop):
             raise ConfigError(
                 "generate: this model has no tokenizer. Use model=smollm2, or pass token ids "
-                "(generate_ids, or return_ids=True) and no stop texts."
+                "(return_ids=True) and no stop texts."
             )
         if isinstance(prompt, str) and tokenizer is not None:
             prompt = tokenizer.encode(prompt)
