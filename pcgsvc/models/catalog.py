@@ -29,9 +29,12 @@ from pcgsvc.models.llama_dims import LlamaDims, preset_dims
 from pcgsvc.models.sharding import cuts_of, in_words, shard_dims
 from pcgsvc.models.tokenizer import GgufTokenizer, unsupported
 from pcgsvc.models.weights import check_explicit, initialize, load_weights
-from pcgsvc.ops.expert_group import Place, tensor_place
+from pcgsvc.ops.expert_group import Place, require_group, tensor_place
 
 logger = logging.getLogger(__name__)
+
+_SHARED_OUT = ("llama", "smollm2", "hf", "llama_moe")
+"""Families that `parallel.tensor` shares out among ranks."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,13 @@ def validate_model(config: Config) -> None:
     Raises:
         ConfigError: naming the setting, what was got and what to do.
     """
-    _find_family(config.model).validate(config)
+    family = _find_family(config.model)
+    if config.parallel.tensor > 1 and config.model.name not in _SHARED_OUT:
+        raise ConfigError(
+            f"parallel.tensor: got {config.parallel.tensor}, but model={config.model.name} does "
+            f"not read it. Models that do: {', '.join(_SHARED_OUT)}."
+        )
+    family.validate(config)
 
 
 def build_model(config: Config, *, device: torch.device, dtype: torch.dtype | None) -> ModelBundle:
@@ -84,9 +93,12 @@ def build_model(config: Config, *, device: torch.device, dtype: torch.dtype | No
     Random weights come from `config.seed`. `dtype=None` (`model=module` only): as it is made.
 
     Raises:
-        ConfigError: as `validate_model`; or the caller is inside `torch.autocast`.
+        ConfigError: as `validate_model`; or the caller is inside `torch.autocast`, or there is no
+            process group where several processes share the model.
     """
     refuse_autocast(device)
+    if not torch_private.shapes_only():
+        require_group(config, device)
     bundle = _find_family(config.model).build(config, device, dtype)
     if isinstance(bundle.module, torch.nn.Module):
         bundle.module.eval().requires_grad_(False)

@@ -26,7 +26,7 @@ from pcgsvc.models.llama_dims import LlamaDims, preset_dims
 from pcgsvc.models.sharding import Cut, cuts_of, shard_dims, share, sum_over_ranks
 from pcgsvc.models.weights import draw, generator_for
 from pcgsvc.ops import experts as _expert_ops  # noqa: F401 - registers the ops
-from pcgsvc.ops.expert_group import Place, place_of, require_group, tensor_place
+from pcgsvc.ops.expert_group import Place, place_of, tensor_place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,11 +178,9 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> LlamaMoe:
     """Return the model with random weights from `config.seed`.
 
     Raises:
-        ConfigError: dimensions do not go together, or `all_to_all` without a process group.
+        ConfigError: dimensions do not go together.
     """
     dims, moe = dims_of(config)
-    if moe.backend is MoeBackend.ALL_TO_ALL:
-        require_group(device)
     place = tensor_place(config)
     module = LlamaMoe(dims, moe, device=device, dtype=dtype, ranks=place.world)
     initialize(module, config.seed, place)

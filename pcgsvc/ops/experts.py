@@ -121,7 +121,7 @@ def _mix(
     counts = torch.bincount(flat, minlength=logits.shape[1])
     made = x.new_empty(rows * top_k, x.shape[1])
     made[order] = compute(x[order // top_k], counts)
-    mixed = made.view(rows, top_k, -1).float() * weights[:, :, None]
+    mixed = made.view(rows, top_k, x.shape[1]).float() * weights[:, :, None]
     out[total:].zero_()
     if place.world == 1:
         out[:total] = mixed.sum(1)
