@@ -38,7 +38,7 @@ from pcgsvc.jobs.sweep.outcome import BAD_CONFIG, FAILED, INTERRUPTED, OK
 from pcgsvc.version import __version__
 
 _FIRST_SPEAKS_S = 5.0
-"""How long another rank leaves the first one to print why a configuration is refused, in seconds."""
+"""How long another rank leaves the first one to print why a command is refused, in seconds."""
 
 
 def entry() -> None:
