@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -356,6 +357,19 @@ def process_groups() -> dict[Any, list[int]]:
         return {}
     world: Any = distributed.distributed_c10d._world
     return {group: list(ranks) for group, ranks in world.pg_group_ranks.items()}
+
+
+def rendezvous_store() -> Any:
+    """Return a connection of its own to the store by which the default process group was made."""
+    home: Any = distributed.distributed_c10d
+    return home._get_default_store().clone()
+
+
+def groups_are_ending() -> bool:
+    """Whether a thread of this process is inside `destroy_process_group`."""
+    code = distributed.destroy_process_group.__code__
+    stacks = [traceback.walk_stack(frame) for frame in sys._current_frames().values()]
+    return any(frame.f_code is code for stack in stacks for frame, _ in stack)
 
 
 def group_named(name: str) -> Any:

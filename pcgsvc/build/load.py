@@ -114,4 +114,5 @@ def _load(request: Request, found: ProgramLookup, env: BuildEnvironment) -> None
         counts=artifacts.counts,
         facts=found.facts,
         misses=found.misses,
+        ranks=env.ranks,
     )

@@ -93,6 +93,7 @@ def probe_program(request: Request, found: ProgramLookup, env: BuildEnvironment)
         misses=found.misses,
         warnings=warnings,
         memory=probed.memory,
+        ranks=env.ranks,
     )
 
 

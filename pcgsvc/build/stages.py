@@ -175,6 +175,7 @@ def assemble(
         start="cold",
         counts=env.artifacts.counts,
         tensors={name: traced.tensors[name] for name in captured_tensors(traced)},
+        ranks=env.ranks,
     )
 
 

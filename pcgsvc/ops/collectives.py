@@ -19,7 +19,7 @@ from torch import distributed
 
 from pcgsvc import torch_private
 from pcgsvc.config import Collectives, Config
-from pcgsvc.errors import PcgError
+from pcgsvc.errors import PcgError, PeerError
 from pcgsvc.ops.registry import default_boundaries, register_splitting_op
 
 
@@ -91,26 +91,38 @@ def all_reduce(x: torch.Tensor, reduce: str, group: str) -> None:
         reduce: `sum`, `avg`, `product`, `min`, `max`, ….
         group: its word.
     """
-    distributed.all_reduce(x, _reduction(reduce), group_of(group))
+    _waited(distributed.all_reduce, x, _reduction(reduce), group_of(group))
 
 
 def broadcast(x: torch.Tensor, source: int, group: str) -> None:
     """Fill a contiguous tensor with what it is at one rank of a group, in place."""
-    distributed.broadcast(x, group=group_of(group), group_src=source)
+    _waited(distributed.broadcast, x, None, group_of(group), False, source)
 
 
 def all_gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
     """Return the tensors of all `count` ranks of a group, one after the other in dimension 0."""
     out = _gathered(x, count, group)
-    distributed.all_gather_into_tensor(out, x.contiguous(), group_of(group))
+    _waited(distributed.all_gather_into_tensor, out, x.contiguous(), group_of(group))
     return out
 
 
 def reduce_scatter(x: torch.Tensor, reduce: str, count: int, group: str) -> torch.Tensor:
     """Return this rank's part, of `count` in dimension 0, of a tensor reduced over a group."""
     out = _scattered(x, reduce, count, group)
-    distributed.reduce_scatter_tensor(out, x.contiguous(), _reduction(reduce), group_of(group))
+    given = x.contiguous(), _reduction(reduce), group_of(group)
+    _waited(distributed.reduce_scatter_tensor, out, *given)
     return out
+
+
+def _waited(collective: Callable[..., Any], *args: Any) -> None:
+    try:
+        collective(*args)
+    except (RuntimeError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise PeerError(
+            f"{collective.__name__} failed: a process that takes part has ended, or calls another "
+            f"collective or another size: {first}"
+        ) from error
 
 
 def _gathered(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
@@ -126,7 +138,8 @@ def _reduction(name: str) -> Any:
 
 
 def _bind_all_reduce(x: torch.Tensor, reduce: str, group: str) -> Callable[[], None]:
-    return functools.partial(distributed.all_reduce, x, _reduction(reduce), group_of(group))
+    given = x, _reduction(reduce), group_of(group)
+    return functools.partial(_waited, distributed.all_reduce, *given)
 
 
 _WHY = "parallel.collectives=boundary: processes wait for each other between graphs"
@@ -147,6 +160,12 @@ register_splitting_op("pcgsvc::reduce_scatter", reduce_scatter, fake=_scattered,
 COLLECTIVES = frozenset(
     f"pcgsvc::{op.__name__}" for op in (all_reduce, broadcast, all_gather, reduce_scatter)
 )
+
+
+FOREIGN = ("_c10d_functional::", "_c10d_functional_autograd::", "c10d::", "symm_mem::")
+"""How names of torch's own collectives begin: they return before their result is there."""
+EXCHANGE = "pcgsvc::moe_all_to_all"
+"""Rows travel between processes by it, each with a batch of its own."""
 
 
 def unnamed_boundaries(config: Config) -> frozenset[str]:

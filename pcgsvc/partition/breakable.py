@@ -6,6 +6,7 @@ models that cannot be traced whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -129,7 +130,7 @@ def image_of_forward(probe: ForwardProbe, memory: Workspace) -> ProgramImage:
         documents={},
         matched={name: one.events.count(name) for name in dict.fromkeys(n for n, _ in one.frozen)},
         reasons={name: why for name, _ in one.frozen if (why := _why(name)) != _MET},
-        ops={"kernel": one.events.count("kernel")},
+        ops={"kernel": one.events.count("kernel"), **Counter(one.collectives)},
         schemas={},
     )
 

@@ -92,6 +92,8 @@ class Runner:
         self._cloned = range(len(model.outputs.specs)) if clone else input_views(table, memory)
         """The graph results that a call clones."""
         self._depends_on = model.depends_on
+        self._ranks = model.ranks if model.ranks.many else None
+        model.ranks.serve(self._may_wait, self.close, config.debug.check_calls)
         self._poison = config.debug.poison
         self._query_len = config.capture.uniform_query_len
         self._device_type = memory.device.type
@@ -152,6 +154,8 @@ class Runner:
         if key is None:
             self._counts.uncovered(checked, uniform, unlike)
         self._weights.check()
+        if self._ranks is not None:
+            self._ranks.before_call(num_tokens, "no graph" if key is None else key[0].value)
         self._counts.calls[num_tokens, uniform] += 1
         order = self._order
         if order is None and not torch.is_autocast_enabled("cpu"):
@@ -317,6 +321,10 @@ class Runner:
         """Raise PcgError if the runner is closed."""
         if self._closed:
             raise PcgError("the runner is closed; build another one.")
+
+    def _may_wait(self) -> bool:
+        """Whether a call runs, here or on the device."""
+        return self._running or (self._order is not None and not self._order.is_done())
 
     # -- one step --
 

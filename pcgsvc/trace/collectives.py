@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
-from pcgsvc.ops.collectives import group_word
+from pcgsvc.ops.collectives import FOREIGN, group_word
 from pcgsvc.trace.nodes import mutated_args, op_names, user_line
 
 _WAIT = "_c10d_functional::wait_tensor"
@@ -25,7 +25,6 @@ _OPS = {
     "_c10d_functional::reduce_scatter_tensor": torch.ops.pcgsvc.reduce_scatter,
 }
 _IN_PLACE = (torch.ops.pcgsvc.all_reduce, torch.ops.pcgsvc.broadcast)
-_FOREIGN = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
 
 
 def unite_collectives(graph: torch.fx.Graph) -> None:
@@ -42,7 +41,7 @@ def unite_collectives(graph: torch.fx.Graph) -> None:
         name = _name(node)
         if name in _OPS:
             _unite(graph, node, _OPS[name])
-        elif name.partition("::")[0] in _FOREIGN:
+        elif name.startswith(FOREIGN):
             raise TraceError(
                 f"{name} at {user_line(node)}: a collective that no graph can hold. Those that can "
                 f"be: {sorted(n.partition('::')[2] for n in _OPS)}. Call it in a splitting op."
