@@ -6,6 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+from typing import NamedTuple
+
+
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
 
 
 def free_port() -> int:
@@ -14,8 +23,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(arguments: list[str], count: int = 2) -> list[str]:
-    """Run one process per rank, as torchrun would; return their standard outputs."""
+def outcomes(arguments: list[str], count: int = 2, timeout_s: float = 250) -> list[Ended]:
+    """Run one process per rank, as torchrun would, until all have ended; return how they did."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -30,9 +39,15 @@ def launch(arguments: list[str], count: int = 2) -> list[str]:
         for rank in range(count)
     ]
     try:
-        done = [process.communicate(timeout=250) for process in processes]
+        done = [process.communicate(timeout=timeout_s) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [p.returncode for p in processes] == [0] * count, "\n".join(err for _, err in done)
-    return [out for out, _ in done]
+    return [Ended(p.returncode, *texts) for p, texts in zip(processes, done, strict=True)]
+
+
+def launch(arguments: list[str], count: int = 2) -> list[str]:
+    """Run one process per rank, none of which may fail; return their standard outputs."""
+    ended = outcomes(arguments, count)
+    assert [end.code for end in ended] == [0] * count, "\n".join(end.err for end in ended)
+    return [end.out for end in ended]
