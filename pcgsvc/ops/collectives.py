@@ -48,6 +48,11 @@ def group_word(group: Any) -> str:
     return f"{place}#{at}" if at else place
 
 
+def of_ranks(count: int) -> str:
+    """Return the word of a group of `count` ranks one behind the other."""
+    return f"{count}@1"
+
+
 def ranks_of(word: str) -> list[int]:
     """Return the global ranks of a group of this process by its word."""
     place = word.partition("#")[0]
