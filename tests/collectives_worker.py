@@ -5,11 +5,11 @@ Its arguments are a name of a function here, and words for it. Prints one JSON l
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -116,11 +116,13 @@ def builds(folder: str, *forms: str) -> list[dict[str, Any]]:
     whole = Whole()
     region = ["parallel.collectives=region", "mode=full"]
     ways = [["mode=piecewise", "parallel.collectives=boundary"], region]
-    for form in forms:
+    for given in forms:
+        form, _, compiler = given.partition(":")
         module = module_of(form)
         for way in ways:
             for check in ("true", "false"):  # the second one starts warm
                 words = [*way, f"capture.self_check={check}", f"cache.dir={folder}"]
+                words.append(f"compiler={compiler or 'eager'}")
                 with build(module, *words) as runner:
                     found.append({"form": form, "words": words, **_calls(runner, whole)})
     return found
@@ -157,11 +159,22 @@ def differ(folder: str) -> dict[str, Any]:
         runner(torch.randn(2, 8))
         found["sizes"] = outcome(lambda: runner(torch.randn(2 + rank, 8)))
         found["same"] = outcome(lambda: runner(torch.randn(2, 8)))
-    with contextlib.closing(build(module, *few)) as runner:
+    with build(module, *few) as runner:
         distributed.barrier()
         distributed.destroy_process_group()
         found["destroyed"] = outcome(lambda: runner(torch.randn(2, 8)))
     return found
+
+
+def destroys(folder: str) -> dict[str, Any]:
+    """Destroy the group while a runner holds graphs with its collectives."""
+    words = ["capture.sizes=[2,4]", f"cache.dir={folder}", "parallel.collectives=region"]
+    with build(module_of("in_place"), *words, "mode=full") as runner:
+        x = torch.randn(2, 8, device=runner.memory.device)
+        runner(x)
+        began = time.monotonic()
+        distributed.destroy_process_group()
+        return {"seconds": time.monotonic() - began, "told": outcome(lambda: runner(x))}
 
 
 def ends(folder: str, when: str) -> None:
@@ -180,18 +193,21 @@ def ends(folder: str, when: str) -> None:
 
     module = module_of("in_place")
     with build(module, "capture.sizes=[2,4]", "cache.mode=off", progress=Killed()) as runner:
-        runner(torch.randn(2, 8))
+        x = torch.randn(2, 8, device=runner.memory.device)
+        runner(x)
         Killed().start("call")
-        runner(torch.randn(2, 8))
+        runner(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
 
 
 def main() -> None:
     name, *words = sys.argv[1:]
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group(backend)
-    found = {"builds": builds, "differ": differ, "ends": ends}[name](*words)
+    # Each rank's device has the same name, so that what one compiles the other can load.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    jobs = {"builds": builds, "differ": differ, "destroys": destroys, "ends": ends}
+    found = jobs[name](*words)
     if distributed.is_initialized():
         distributed.destroy_process_group()
     sys.stdout.write(json.dumps(found) + "\n")
