@@ -505,6 +505,18 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
+def wake_compile_workers() -> None:
+    """Have Inductor's worker processes start now, if it may have any.
+
+    Else the first kernel to be compiled starts them, and is compiled without, as are those after it
+    until they are ready.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    if hasattr(AsyncCompile, "use_process_pool"):
+        AsyncCompile.use_process_pool()
+
+
 def stop_compile_workers() -> None:
     """End Inductor's worker processes; the next parallel compile starts new ones."""
     from torch._inductor import async_compile
@@ -757,6 +769,22 @@ def is_external_stream(stream: torch.cuda.Stream) -> bool:
 def set_grad(enabled: bool) -> None:
     """Turn gradients on or off for this thread; `torch.set_grad_enabled` without its object."""
     torch._C._set_grad_enabled(enabled)
+
+
+def copy_all(targets: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy tensors in one kernel, where `can_copy_all` and they lie alike on one device."""
+    torch._foreach_copy_(targets, list(values), non_blocking=True)
+
+
+def can_copy_all(targets: Sequence[torch.Tensor]) -> bool:
+    """Whether one kernel may write several tensors: it knows these dtypes, one at a time."""
+    dtypes = {t.dtype for t in targets}
+    return len(targets) > 1 and len(dtypes) == 1 and dtypes <= _COPIED_AT_ONCE
+
+
+_COPIED_AT_ONCE = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+)
 
 
 def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,12 +33,13 @@ _pins() {
 # What an installation depends on: the pins, the project, and where the editable install points.
 _wanted() { { echo "$ROOT"; cat "$ROOT/pyproject.toml"; _pins; } | sha256sum; }
 
-# The stamp is "HASH - EXTRA"; the base package is there too wherever an extra is.
+# The stamp is "HASH - EXTRA"; the base package is there wherever an extra is, and test where
+# test-scale is.
 _installed() {
     local hash dash extra
     [[ -x $PY && -f $STAMP ]] || return 1
     read -r hash dash extra <"$STAMP" || true
-    [[ "$hash  $dash" == "$(_wanted)" && ( -z $1 || $1 == "$extra" ) ]]
+    [[ "$hash  $dash" == "$(_wanted)" && $extra == "$1"* ]]
 }
 
 _make_venv() {

@@ -3,7 +3,7 @@
 A comment on the line before a fence says what is special about the block:
 
     <!-- file: NAME -->      it is a file of the page's folder
-    <!-- needs: WHAT -->     it cannot run here: it needs a gpu, the network, processes or a set-up
+    <!-- needs: WHAT -->     it cannot run here: it needs a gpu, a cluster, the network, ...
     <!-- test: WORDS -->     the test appends these settings to each command, to be quick
     <!-- output -->          what the block before it printed; `<!-- output: REGEX -->`: its lines
                              in which REGEX is found

@@ -192,7 +192,7 @@ def test_ranks_that_differ_are_told_so_and_what_fails_on_one_fails_on_all() -> N
         assert end.err.count("capture.memory_budget=1 bytes would be passed") == 2
         assert found["sizes"] == (
             "PeerError: calls differ between ranks, and none is run: rank 0: call 2, 2 rows by "
-            "piecewise; rank 1: call 2, 3 rows by piecewise."
+            "piecewise:2; rank 1: call 2, 3 rows by piecewise:4."
         )
         assert found["same"] == "nothing"
         # By the call itself, or by the thread that closes the runner then.

@@ -271,6 +271,20 @@ def test_default_schedule_ends_in_the_largest_size_and_ascends(largest: int) -> 
     assert sizes[0] == 1
 
 
+@pytest.mark.parametrize("query_len", [2, 3, 5, 7, 16])
+@pytest.mark.parametrize("largest", [5, 64, 512])
+def test_every_size_of_the_default_schedule_but_the_last_is_of_whole_requests(
+    largest: int, query_len: int
+) -> None:
+    sizes = schedule(largest, query_len)
+    assert len(sizes) <= len(schedule(largest)) + 1
+    assert sizes[-1] == largest
+    assert all(size % query_len == 0 for size in sizes[:-1])
+    if query_len <= largest:
+        whole = [size for size in sizes if size % query_len == 0]
+        assert (whole[0], whole[-1]) == (query_len, largest - largest % query_len)
+
+
 @pytest.mark.parametrize(
     ("device", "expected"),
     [

@@ -10,10 +10,15 @@ import pytest
 import torch
 from core_helpers import build, rows, toy
 
-from pcgsvc.capture.plan import general_descriptor, uniform_descriptor, wanted_entries
-from pcgsvc.config import Mode, schedule
+from pcgsvc.capture.plan import (
+    far_sizes,
+    general_descriptor,
+    uniform_descriptor,
+    wanted_entries,
+)
+from pcgsvc.config import CaptureConfig, Mode, schedule
 from pcgsvc.errors import ConfigError
-from pcgsvc.ops.modes import Resolution, resolve_mode
+from pcgsvc.ops.modes import Resolution, fewest_rows, resolve_mode
 from pcgsvc.ops.support import Support
 from pcgsvc.serve.dispatch import DispatchTable
 
@@ -114,6 +119,7 @@ def table(
     *,
     drop: Collection[int] = (),
     max_reqs: int = 99,
+    max_padding: int = 4,
 ) -> DispatchTable:
     resolution = resolve(mode, ALWAYS, query_len)
     wanted = wanted_entries(resolution, sizes, query_len)
@@ -121,6 +127,7 @@ def table(
         resolution,
         [k for k in wanted if k[1].num_tokens not in drop],
         uniform_query_len=query_len,
+        max_padding=max_padding,
         max_reqs=max_reqs,
         skipped={s: "it failed" for s in drop},
     )
@@ -174,6 +181,7 @@ def test_a_uniform_batch_that_no_uniform_entry_serves_falls_to_the_general_ones(
         resolve(BOTH, ALWAYS),
         [(P, general_descriptor(4)), (F, uniform_descriptor(2, 1))],
         uniform_query_len=1,
+        max_padding=4,
         max_reqs=9,
         skipped={4: "full: too big"},
     )
@@ -199,6 +207,70 @@ def test_more_requests_than_there_are_buffers_for_are_not_served() -> None:
     made = table(BOTH, [4], max_reqs=2)
     assert made.find(3, 3, True) is None
     assert "max_num_reqs=2" in made.plan(3, 3, True).reason
+
+
+# ---- sizes that are too far ----------------------------------------------------------------------
+
+
+def too_far(count: int, size: int, max_padding: int) -> bool:
+    """The rule as the setting states it."""
+    return size > max_padding * count and size - count > 256
+
+
+@pytest.mark.parametrize("max_padding", [1, 3, 4, 1000])
+@pytest.mark.parametrize("mode", [P, F, DECODE, BOTH])
+def test_no_call_is_padded_further_than_the_setting_allows(mode: Mode, max_padding: int) -> None:
+    sizes = [2, 4, 100, 900, 5000]
+    made = table(mode, sizes, max_reqs=9999, max_padding=max_padding)
+    for count in range(1, 5001):
+        size = next(s for s in sizes if s >= count)
+        for uniform in (False, True):
+            found = made.find(count, count if uniform else 1, uniform)
+            if HALVES[mode][not uniform] is not N:
+                assert (found is None) == too_far(count, size, max_padding)
+            assert found is None or found[1].num_tokens == size
+
+
+def test_the_fewest_rows_of_a_size_are_the_first_that_are_not_too_far() -> None:
+    for size in range(1, 1500):
+        for max_padding in (1, 2, 4, 7):
+            allowed = (n for n in range(1, size + 1) if not too_far(n, size, max_padding))
+            assert fewest_rows(size, max_padding) == next(allowed)
+
+
+def test_a_lone_far_size_does_not_swallow_the_calls_below_it_and_the_reason_is_given() -> None:
+    made = table(P, [1, 2, 4, 8, 8192])
+    plan = made.plan(9, 1, False)
+    assert plan.mode is N
+    assert "the next size, 8192, is more than capture.max_padding=4 times the rows" in plan.reason
+    assert made.plan(2048, 1, False).descriptor == general_descriptor(8192)
+    assert made.plan(3, 1, False).descriptor == general_descriptor(4)
+    skipped = table(P, [8, 64, 8192], drop={64}).plan(9, 1, False)
+    assert "size 64 was skipped" in skipped.reason
+
+
+def test_a_uniform_batch_too_far_from_its_size_runs_in_the_nearer_one_of_the_other_mode() -> None:
+    made = table(BOTH, [3, 50, 3000], 3)
+    assert made.find(9, 3, True) == (P, general_descriptor(50))
+    plan = made.plan(9, 3, True)
+    assert plan.mode is P
+    assert "for uniform batches the next size, 3000, is more than" in plan.reason
+    assert made.plan(60, 20, True).mode is N
+
+
+def test_the_build_warns_of_gaps_between_sizes_and_of_no_others() -> None:
+    def warned(mode: Mode, sizes: list[int], query_len: int = 1) -> list[str]:
+        config = CaptureConfig(uniform_query_len=query_len)
+        return far_sizes(resolve(mode, ALWAYS, query_len), sizes, config)
+
+    (words,) = warned(BOTH, [1, 8, 8192])
+    assert "calls of 9 to 2047 rows get no graph: the next size, 8192" in words
+    general, uniform = warned(BOTH, [3, 50, 3000], 3)
+    assert "calls of 51 to 749 rows get no graph" in general
+    assert "uniform batches of 4 to 749 rows get no full graph" in uniform
+    assert not warned(BOTH, schedule(8192))
+    assert not warned(P, [256])
+    assert not warned(N, [1, 8192])
 
 
 # ---- with a runner -------------------------------------------------------------------------------
@@ -231,3 +303,17 @@ def test_two_hundred_random_sizes_capture_nothing_new() -> None:
         stats = runner.stats()
         assert set(stats["hits"]) == {"piecewise:4", "piecewise:8"}
         assert sum(stats["hits"].values()) + sum(f["count"] for f in stats["fallbacks"]) == 200
+
+
+def test_a_call_too_far_from_its_size_runs_without_a_graph_and_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with build(toy(1), sizes=[4, 600]) as runner:
+        assert [m for m in caplog.messages if "calls of 5 to 149 rows get no graph" in m]
+        for count in (3, 5, 149, 150):
+            assert runner(rows(count)).shape[0] == count
+        stats = runner.stats()
+        assert stats["hits"] == {"piecewise:4": 1, "piecewise:600": 1}
+        assert [(f["num_tokens"], f["count"]) for f in stats["fallbacks"]] == [(5, 1), (149, 1)]
+        assert all("capture.max_padding=4" in f["reason"] for f in stats["fallbacks"])
+        assert runner.report["warnings"]

@@ -34,7 +34,7 @@ from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.hf import attention, probe
 from pcgsvc.models.hf.source import open_source
-from pcgsvc.models.hf.weights import freeze_frequencies
+from pcgsvc.models.hf.weights import freeze_frequencies, make
 from pcgsvc.program.facts import program_facts
 from pcgsvc.serve.generate import generate_ids
 
@@ -304,6 +304,14 @@ def test_scalings_by_length_are_served_up_to_where_they_set_in(kind: str, tmp_pa
     model = transformers.AutoModelForCausalLM.from_config(source.config).eval()
     model.load_state_dict(module.model.state_dict())
     assert float((got - their_logits(model, text)[3:]).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("family", "experts"), [("tiny-llama", False), ("tiny-mixtral", True)])
+def test_how_experts_run_is_said_to_models_with_experts_alone(family: str, experts: bool) -> None:
+    # On CUDA in bfloat16 it is "grouped_mm", which transformers refuses for models without any.
+    source, cpu = open_source(ModelConfig(name="hf", config=family)), torch.device("cpu")
+    model = make(source, "eager", "grouped_mm", device=cpu, dtype=torch.bfloat16)
+    assert (model.config._experts_implementation == "grouped_mm") or not experts
 
 
 def test_freezing_keeps_scalings_that_look_at_no_length() -> None:

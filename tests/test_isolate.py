@@ -216,16 +216,16 @@ def test_records_come_back_by_number_whatever_lies_around(tmp_path: Path) -> Non
     for name, text in (("4", "{"), ("5", "[]"), ("6", "{}"), ("7", '{"status": "odd"}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / NAME).write_text(text)
-    assert read_records(tmp_path, "mine", None, interrupted=False) == [early, late]
+    assert read_records(tmp_path, "mine", None, {}, interrupted=False) == [early, late]
 
 
 def test_a_job_that_never_reported_its_end_has_failed_or_was_interrupted(tmp_path: Path) -> None:
     record(tmp_path, 0)
-    (lost,) = read_records(tmp_path, "mine", None, interrupted=False)
+    (lost,) = read_records(tmp_path, "mine", None, {}, interrupted=False)
     assert (lost.status, lost.reason) == (
         Status.FAILED,
         "the process that ran it ended without a word",
     )
-    ended, missing = read_records(tmp_path, "mine", [["a=1"], ["a=2"]], interrupted=True)
+    ended, missing = read_records(tmp_path, "mine", [["a=1"], ["a=2"]], {}, interrupted=True)
     assert (ended.status, missing.status) == (Status.INTERRUPTED, Status.NOT_RUN)
     assert missing.overrides == ["a=2"]

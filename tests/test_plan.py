@@ -283,7 +283,7 @@ def test_a_module_that_is_converted_needs_no_weights(family: Any) -> None:
 
 def bench_pool_mib(*overrides: str) -> float:
     """Return the estimate for the model of `scripts/bench strategies` on CUDA."""
-    path = Path(__file__).parents[1] / "scripts" / "bench"
+    path = Path(__file__).parents[1] / "scripts" / "bench_model.py"
     loader = importlib.machinery.SourceFileLoader("bench_script", str(path))
     module_spec = importlib.util.spec_from_loader("bench_script", loader)
     assert module_spec is not None

@@ -209,6 +209,12 @@ def test_a_name_that_is_gone_is_a_difference_not_an_error() -> None:
     assert "module.gone" in str(guards.first_broken([guard], Flexible(), {}))
 
 
+def test_reads_that_go_round_a_class_as_dynamo_of_torch_2_11_writes_them_are_evaluated() -> None:
+    source = "object.__getattribute__(module, '__class__').__name__ == 'Flexible'"
+    guard = StoredGuard(source, "CONSTANT_MATCH", ["bool", True])
+    assert guards.first_broken([guard], Flexible(), {}) is None
+
+
 def test_a_user_module_that_is_called_like_one_of_pythons_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pcgsvc.check.rounding import redrawn
@@ -65,3 +66,10 @@ def test_the_noise_of_a_chaotic_module_does_not_let_another_result_pass() -> Non
     wanted = run(x, weights)
     stale = error_of(run(x.flip(0), weights), wanted)
     assert tolerance_of(wanted, stale, lambda: run(x, weights)) == NOISE_LIMIT < stale / 2
+
+
+def test_a_choice_that_only_some_draws_change_is_measured() -> None:
+    x = torch.ones(1, dtype=torch.bfloat16)
+    calls = iter([x * 0, x * 0, x * 0.2, x * 0])  # how far a row moved, draw by draw
+    assert tolerance_of([x], 0.35, lambda: [x + next(calls)]) == pytest.approx(0.4, abs=0.01)
+    assert len(list(calls)) == 1  # enough was seen

@@ -84,6 +84,26 @@ def test_n_boundaries_give_n_and_one_segments_and_full_gives_one() -> None:
         assert entry.is_region == (True,)
 
 
+def test_boundaries_that_follow_one_another_are_one_step() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y, z = torch.empty_like(x), torch.empty_like(x)
+        torch.ops.toy.attend(x * 3, y)
+        torch.ops.toy.attend(y, z)
+        torch.ops.toy.attend(z, y)
+        return y + z
+
+    with build(forward, sizes=[4]) as runner:
+        (entry,) = runner.table.entries.values()
+        assert entry.is_region == (True, False, True)
+        assert entry.names[1].count("+") == 2
+        assert entry.num_graphs == 2
+        assert entry.boundaries == ("toy::attend",) * 3
+        for seed in range(2):
+            torch.testing.assert_close(
+                runner(rows(3, seed=seed)), plain(forward, rows(3, seed=seed))
+            )
+
+
 def test_a_boundary_never_sees_memory_that_nothing_computed() -> None:
     # toy::attend asserts on its inputs; NaN lies in all memory that is handed out uninitialised.
     torch.use_deterministic_algorithms(True)

@@ -167,8 +167,10 @@ def test_an_uncut_splitting_op_that_must_stay_outside_is_not_captured() -> None:
         assert "toy::hidden" in runner.report["mode"]["reasons"][0]
 
 
-def test_an_unjoined_side_stream_is_told_with_its_way_out() -> None:
+def test_what_cuda_refuses_to_capture_is_told_with_its_way_out() -> None:
     # CUDA's own words; on the CPU there are no streams.
     text = "CUDA error: capturing stream has unjoined work"
     assert "current_stream().wait_stream(side)" in _way_out(text)
+    text = "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU"
+    assert "x[0].fill_(2)" in _way_out(text)
     assert _way_out("CUDA error: out of memory") == ""

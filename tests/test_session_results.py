@@ -60,7 +60,8 @@ def whole_table(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 @pcgsvc.splitting_op("res::odd", fake=_like)
 def odd(x: torch.Tensor) -> torch.Tensor:
     """Give another dtype, shape or kind of result, as the first value says."""
-    what = {60: x.double(), 70: x[:, :1], 80: None, 90: (x, x)}
+    what = {60: x.double(), 70: x[:, :1], 80: None, 90: (x, x), 100: x.to("meta")}
+    what[110] = x.to_sparse()
     return what.get(int(x[0, 0]), x + 1)  # type: ignore[return-value]
 
 
@@ -176,7 +177,7 @@ def test_where_memory_is_written_later_the_step_that_differs_is_refused(
         assert torch.equal(runner(x), plain(forward, x))
 
 
-@pytest.mark.parametrize("first", [60, 70, 80, 90])
+@pytest.mark.parametrize("first", [60, 70, 80, 90, 100, 110])
 def test_another_kind_of_result_at_a_later_step_is_refused_by_name(first: int) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return torch.ops.res.odd(x * 1.0) * 2

@@ -14,6 +14,8 @@ from generate_helpers import Words, load, wanted
 import pcgsvc
 from pcgsvc import Sampling, Slots
 from pcgsvc.errors import BatchError, ConfigError, PcgError
+from pcgsvc.forward.recheck import BatchChecker
+from pcgsvc.serve.calls import Calls
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +61,13 @@ def test_a_step_has_one_token_of_each_that_is_past_its_prompt_and_chunks_in_what
     runner: pcgsvc.Runner, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[list[int], list[int]]] = []
-    call = pcgsvc.Runner.__call__
+    check = BatchChecker.check
 
-    def watched(self: Any, *args: Any, batch: Any) -> Any:
+    def watched(self: Any, batch: Any, num_tokens: int) -> Any:
         steps.append((list(batch.query_lens), list(batch.seq_lens)))
-        return call(self, *args, batch=batch)
+        return check(self, batch, num_tokens)
 
-    monkeypatch.setattr(pcgsvc.Runner, "__call__", watched)
+    monkeypatch.setattr(BatchChecker, "check", watched)
     prompts = prompts_of(20, seed=2)
     with Slots(runner, max_requests=5, max_step_tokens=most) as slots:
         made = [slots.prepare(p, 4) for p in prompts]
@@ -148,7 +150,7 @@ def test_a_step_that_raises_can_be_tried_again(
         one = slots.prepare([5, 6, 7], 3)
         slots.start(one)
         with monkeypatch.context() as patch:
-            patch.setattr(pcgsvc.Runner, "_execute", fail)
+            patch.setattr(Calls, "_execute", fail)
             with pytest.raises(RuntimeError, match="lost"):
                 slots.step()
         while slots.running:

@@ -31,6 +31,7 @@ from pcgsvc.config import Config
 from pcgsvc.config.devices import device_of
 from pcgsvc.jobs import preflight
 from pcgsvc.jobs.sweep import whole
+from pcgsvc.jobs.sweep.task import Membership
 from pcgsvc.report import comparison
 
 TINY = ["model=two_regions", "compiler=eager", "capture.sizes=[1,2]", "bench.enabled=false"]
@@ -304,7 +305,7 @@ def test_a_bar_counts_jobs_in_a_terminal(
     screen = io.StringIO()
     shown = Console(file=screen, force_terminal=terminal, width=80, color_system=None)
     monkeypatch.setattr(whole, "console", lambda: shown)
-    with whole.watching(3) as mine:
+    with whole.watching(Membership("s", 3)) as mine:
         assert whole.current() is mine
         mine.on_multirun_start(told)
         mine.on_job_end(told, None)
@@ -316,7 +317,7 @@ def test_a_bar_counts_jobs_in_a_terminal(
 
 
 def test_in_a_launchers_process_the_watch_does_nothing() -> None:
-    with whole.watching(3) as mine:
+    with whole.watching(Membership("s", 3)) as mine:
         assert type(pickle.loads(pickle.dumps(mine))) is Callback
 
 

@@ -464,12 +464,16 @@ def test_tuning_options_are_all_known_to_inductor() -> None:
     assert options == {"max_autotune": True, "combo_kernels": True, "compile_threads": 3}
 
 
-def test_stop_compile_workers_leaves_no_child_process() -> None:
+def test_compile_workers_start_when_woken_and_stop_leaves_none() -> None:
     from torch._inductor import async_compile
 
+    with private.inductor_defaults():
+        private.wake_compile_workers()
+        assert not async_compile._pool_set
     with private.inductor_defaults(threads=2):
-        async_compile.AsyncCompile.process_pool()
+        private.wake_compile_workers()
         assert async_compile._pool_set
+        assert async_compile.AsyncCompile._ready_future is not None
         private.stop_compile_workers()
     assert not async_compile._pool_set
 

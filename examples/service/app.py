@@ -14,7 +14,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -59,14 +59,22 @@ class Settings:
 
     @staticmethod
     def from_env() -> Settings:
-        """Read the environment; a value that is no number raises ValueError."""
+        """Read the environment; errors as of `from_words`."""
         given = {
             f.name: os.environ[f"SERVICE_{f.name.upper()}"]
             for f in dataclasses.fields(Settings)
             if os.environ.get(f"SERVICE_{f.name.upper()}")
         }
+        return Settings.from_words(given)
+
+    @staticmethod
+    def from_words(given: Mapping[str, str]) -> Settings:
+        """Read fields from text; nothing to serve, or a value that is no number: ValueError."""
         kinds = {"generate": str, "embed": str, "window_ms": float}
-        return Settings(**{name: kinds.get(name, int)(text) for name, text in given.items()})
+        made = Settings(**{name: kinds.get(name, int)(text) for name, text in given.items()})
+        if made.generate is None and made.embed is None:
+            raise ValueError("generate, embed: neither is set; nothing would be served")
+        return made
 
     def overrides(self, words: str) -> list[str]:
         """Return the overrides of a runner."""
@@ -314,10 +322,11 @@ REASONS: tuple[tuple[type[Exception], int], ...] = (
 
 def create_app() -> FastAPI:
     """Return the application; the environment says what it serves."""
-    settings = Settings.from_env()
-    if settings.generate is None and settings.embed is None:
-        raise ValueError("SERVICE_GENERATE, SERVICE_EMBED: neither is set; nothing would be served")
-    service = Service(settings)
+    return app_of(Service(Settings.from_env()))
+
+
+def app_of(service: Service) -> FastAPI:
+    """Return the application of a service, which runs for as long as the application does."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

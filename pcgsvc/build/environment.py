@@ -11,10 +11,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pcgsvc import torch_private
 from pcgsvc.cache.programs import Artifacts
+from pcgsvc.cache.remote import open_remote
 from pcgsvc.cache.store import Store
 from pcgsvc.compilers.folder import CompilerFolder
+from pcgsvc.errors import CacheError
 from pcgsvc.events import Phases, count, log_event
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Request
@@ -42,6 +46,8 @@ class BuildEnvironment:
     """Whether attention modules of torch.nn take their fused path outside of builds."""
     ranks: Ranks
     """The processes that build the program together."""
+    strict: bool
+    """Whether what the remote does not do is an error."""
     until_stored: ExitStack
     """Held while other processes wait for this build of the program; closed once it is stored."""
 
@@ -55,11 +61,20 @@ class BuildEnvironment:
         if inductor:
             self.folder.ready_inductor()
         torch_private.import_compilers(inductor=inductor)
+        if inductor:
+            torch_private.wake_compile_workers()
 
     def store_tuned_kernels(self, model: CompiledModel) -> None:
-        """Store what only running the program shows, once it has run: kernels and their choice."""
+        """Store what only running the program shows, once it has run: kernels and their choice.
+
+        Raises:
+            CacheError: under `strict=true`, something was not fetched or published as asked.
+        """
         if model.facts is not None:
             self.artifacts.finish(model.facts, model.image, model.program.pieces)
+        sharing = self.store.sharing
+        if self.strict and sharing is not None and (problems := sharing.section()["problems"]):
+            raise CacheError(f"strict=true, and cache.remote failed: {'; '.join(problems)}.")
 
     def cache_section(self, model: CompiledModel, key: str | None) -> dict[str, Any]:
         """Return the report's `cache`, and log why pieces were not loaded."""
@@ -79,6 +94,7 @@ class BuildEnvironment:
             "healed": int(self.wrong is not None),
             "stored": model.facts is not None,
             "not_stored": model.unstored,
+            **({} if self.store.sharing is None else {"remote": self.store.sharing.section()}),
         }
 
 
@@ -122,6 +138,7 @@ def build_environment(
                 mode=config.cache.mode,
                 max_bytes=config.cache.max_bytes,
                 refresh=wrong is not None,
+                remote=open_remote(config.cache),
             ) as store,
             ExitStack() as until_stored,
         ):
@@ -135,6 +152,7 @@ def build_environment(
                 wrong=wrong,
                 fast_paths=fast_paths,
                 ranks=ranks,
+                strict=config.strict,
                 until_stored=until_stored,
             )
     except BaseException:
@@ -158,3 +176,5 @@ def working_memory(request: Request, model: CompiledModel) -> Iterator[Workspace
         preserved(memory.bound(model.mutated)),
     ):
         yield memory
+    if memory.stream is not None:
+        torch.cuda.empty_cache()  # what compiling, warming up and checking took for a while

@@ -7,7 +7,7 @@ compiled pieces, a `CompiledModel`. Each stage is timed; none is called here by 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -190,7 +190,7 @@ def store_program(made: MadeProgram, found: ProgramLookup, env: BuildEnvironment
     if found.facts is not None and not unstored and not artifacts.save(found.facts, model.image):
         unstored = [*unsaved] or [env.store.why_not_stored()]
     env.until_stored.close()
-    refusal = [f"the program cannot be stored: {'; '.join(problems)}"] if problems else []
+    refusal = [f"the program cannot be stored: {_first(problems)}"] if problems else []
     return replace(
         model,
         facts=None if unstored else found.facts,
@@ -198,3 +198,10 @@ def store_program(made: MadeProgram, found: ProgramLookup, env: BuildEnvironment
         misses=[*found.misses, *refusal],
         warnings=[*model.warnings, *(refusal if env.store.enabled else [])],
     )
+
+
+def _first(problems: Sequence[str]) -> str:
+    """Return the first three of several reasons, each once, and how many more there are."""
+    each = list(dict.fromkeys(problems))
+    more = f"; and {len(each) - 3} more" if len(each) > 3 else ""
+    return "; ".join(each[:3]) + more

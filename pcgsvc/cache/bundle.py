@@ -16,7 +16,6 @@ import io
 import json
 import logging
 import os
-import re
 import secrets
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +23,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from pcgsvc.cache.envelope import DamagedError, Entry, Kind, MissError, check_key, decode, encode
+from pcgsvc.cache.envelope import (
+    NAME,
+    DamagedError,
+    Entry,
+    Kind,
+    MissError,
+    check_key,
+    decode,
+    encode,
+    name_of,
+)
 from pcgsvc.cache.store import Store
 from pcgsvc.errors import CacheError
 from pcgsvc.events import count
@@ -35,7 +44,6 @@ FORMAT = "pcgsvc-bundle"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 64 << 20
-_NAME = re.compile(r"(program|piece)s/([0-9a-f]{64})")
 _CHUNK = 1 << 20
 
 
@@ -75,7 +83,7 @@ class _Member:
     @property
     def name(self) -> str:
         """In the tar."""
-        return f"{self.kind.value}s/{self.key}"
+        return name_of(self.kind, self.key)
 
 
 # ---- export --------------------------------------------------------------------------------------
@@ -250,7 +258,7 @@ def _contents(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[str, bytes
         if info.type != tarfile.REGTYPE or info.pax_headers or info.issparse():
             raise _refusal(path, f"{info.name!r} is no plain file")
         # Names are compared, never used as paths, so that none can lead out of the store.
-        if info.name != MANIFEST and not _NAME.fullmatch(info.name):
+        if info.name != MANIFEST and not NAME.fullmatch(info.name):
             raise _refusal(path, f"{info.name!r} is no name of a bundle")
         if info.name == MANIFEST and info.size > _MAX_MANIFEST_BYTES:
             raise _refusal(path, "its manifest is too large")

@@ -27,6 +27,8 @@ _PREFIX = struct.Struct("<8sIIQ32s")
 NUM_PREFIX_BYTES = _PREFIX.size
 """Length of the first part of an envelope, which holds the digest of all the rest."""
 _KEY = re.compile(r"[0-9a-f]{64}")
+NAME = re.compile(r"(program|piece)s/([0-9a-f]{64})")
+"""An entry's name outside of a store, in a bundle or a remote; see `name_of`."""
 
 
 class Kind(enum.Enum):
@@ -67,6 +69,11 @@ class Entry:
     """Keys of the pieces that a program needs."""
     created: float = 0.0
     """Seconds since the epoch."""
+
+
+def name_of(kind: Kind, key: str) -> str:
+    """Return an entry's name in a bundle or a remote."""
+    return f"{kind.value}s/{key}"
 
 
 def check_key(key: str) -> str:

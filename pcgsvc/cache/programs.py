@@ -115,7 +115,7 @@ class Artifacts:
 
     def has_program(self, facts: Mapping[str, Any]) -> bool:
         """Whether there is an entry under these facts; not counted as a look-up."""
-        return self._store.has(Kind.PROGRAM, key_of(facts))
+        return self._store.available(Kind.PROGRAM, key_of(facts))
 
     def load(
         self, facts: Mapping[str, Any], module: Callable[..., Any], constants: Mapping[str, Any]
@@ -127,7 +127,7 @@ class Artifacts:
         """
         found = self._store.get_program(key_of(facts))
         if found.value is None:
-            raise NoProgramError(f"{found.miss}{self._nearest(facts)}")
+            raise NoProgramError(f"{found.miss}{self._versions(facts)}{self._nearest(facts)}")
         manifest = _read_manifest(found.value)
         self._companion_keys = set(manifest.companion_keys)
         reasons = []
@@ -180,6 +180,12 @@ class Artifacts:
         except (CompileError, NoPieceError) as error:
             raise NoProgramError(str(error)) from error
         return None
+
+    def _versions(self, facts: Mapping[str, Any]) -> str:
+        """Return of which versions the remote's programs are, if none is of this one."""
+        sharing = self._store.sharing
+        versions = () if sharing is None else sharing.foreign_versions(facts)
+        return f", whose programs are of {', '.join(versions[:4])}" if versions else ""
 
     def _nearest(self, facts: Mapping[str, Any]) -> str:
         """Return the names of what differs from the nearest stored program, once per build."""

@@ -26,8 +26,10 @@ from pcgsvc.cache.eviction import enforce_budget, no_eviction
 from pcgsvc.cache.file_lock import acquire
 from pcgsvc.cache.index import Index
 from pcgsvc.cache.lookup import Built, Counts, Lookup
+from pcgsvc.cache.remote import Remote
 from pcgsvc.cache.reports import CheckReport, Nearest, ProgramInfo
 from pcgsvc.cache.root import DataFolder, find_root, open_data_folder
+from pcgsvc.cache.sharing import Sharing
 from pcgsvc.config import CacheMode
 from pcgsvc.errors import CacheError
 
@@ -55,6 +57,7 @@ class Store:
         mode: what may be done; without a folder it is `off`.
         max_bytes: budget; whole programs go, least recently used first, when it is passed.
         refresh: whether nothing is loaded but what was stored since, as in that mode.
+        remote: what is asked for entries that are missing here, and gets those built here.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Store:
         mode: CacheMode = CacheMode.READWRITE,
         max_bytes: int = DEFAULT_MAX_BYTES,
         refresh: bool = False,
+        remote: Remote | None = None,
     ) -> None:
         self.folder = folder
         self.mode = CacheMode.OFF if folder is None else mode
@@ -76,6 +80,7 @@ class Store:
             writable=wanted and folder is not None and folder.writable,
         )
         self._index = Index(self._entries)
+        self.sharing = None if remote is None else Sharing(remote, self._entries)
         self._renewed: set[tuple[Kind, str]] = set()
         self._owners: set[tuple[int, str]] = set()
         self._logged: set[str] = set()
@@ -93,6 +98,7 @@ class Store:
         mode: CacheMode = CacheMode.READWRITE,
         max_bytes: int = DEFAULT_MAX_BYTES,
         refresh: bool = False,
+        remote: Remote | None = None,
     ) -> Store:
         """Find the root (see `root.find_root`), check it, and open the store in it.
 
@@ -104,7 +110,7 @@ class Store:
         root, source = find_root(directory)
         folder = open_data_folder(root, source, write=mode is not CacheMode.READ)
         logger.debug("cache: %s (%s), mode %s", folder.data, source, mode.value)
-        return cls(folder, mode=mode, max_bytes=max_bytes, refresh=refresh)
+        return cls(folder, mode=mode, max_bytes=max_bytes, refresh=refresh, remote=remote)
 
     @property
     def enabled(self) -> bool:
@@ -178,7 +184,13 @@ class Store:
             return False
         return True
 
-    def put(self, entry: Entry, *, in_use: bool = True) -> bool:
+    def available(self, kind: Kind, key: str) -> bool:
+        """Whether an entry is in the store, or on the remote, where it may turn out unsound."""
+        if self.has(kind, key) or self.sharing is None or self.refresh:
+            return self.has(kind, key)
+        return self.sharing.has(kind, key)
+
+    def put(self, entry: Entry, *, in_use: bool = True, publish: bool = True) -> bool:
         """Store a whole entry as it is; see `put_program`. `in_use`: until `close`."""
         raw = encode(entry)  # a caller's mistake is an error in every mode
         if not self.writable or self._closed:
@@ -205,6 +217,8 @@ class Store:
                 f"{over} bytes over its budget of {self.max_bytes}: what is left is in use",
                 "over budget",
             )
+        if publish and self.sharing is not None:
+            self.sharing.publish(entry.kind, entry.key)
         return True
 
     def drop(self, kind: Kind, key: str) -> None:
@@ -249,8 +263,20 @@ class Store:
         except MissError as miss:
             if not isinstance(miss, AbsentError):
                 self._warn_once(f"{kind.value} {key[:12]}: a miss: {miss}", str(miss))
-            return Lookup(None, str(miss))
+            if self.sharing is None:
+                return Lookup(None, str(miss))
+            return self._fetch(self.sharing, kind, key, str(miss))
         return Lookup(entry.payload, None, entry.facts, entry.pieces)
+
+    def _fetch(self, sharing: Sharing, kind: Kind, key: str, miss: str) -> Lookup:
+        """Return an entry of the remote, stored with its pieces if possible, or the miss."""
+        try:
+            found = sharing.fetch(kind, key, pieces=self.writable)
+        except MissError as other:
+            return Lookup(None, f"{miss}; {other}")
+        for entry in found:
+            self.put(entry, publish=False)
+        return Lookup(found[-1].payload, None, found[-1].facts, found[-1].pieces)
 
     def _require_pieces(self, program: Entry) -> None:
         """Refuse a program one of whose pieces failed to be stored, or was dropped meanwhile."""
@@ -277,7 +303,8 @@ class Store:
     def lock(self, key: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[bool]:
         """Keep other processes and threads from building the same; a killed holder frees it.
 
-        A thread may take it twice. Take a program's before those of its pieces.
+        A thread may take it twice. Take a program's before those of its pieces. With a remote,
+        other machines are kept from it as well, as far as `Sharing.claim` can.
 
         Yields:
             Whether the lock is held. True as well where nothing is stored: no process could load
@@ -303,8 +330,12 @@ class Store:
             return
         self._owners.add(owner)
         try:
+            if self.sharing is not None:
+                self.sharing.claim(key, timeout_s)
             yield True
         finally:
+            if self.sharing is not None:
+                self.sharing.release(key)
             self._owners.discard(owner)
             held.release(unlink=True)
 
@@ -402,8 +433,10 @@ class Store:
             raise CacheError(f"cache {what}: nothing can be written: {reason}.")
 
     def close(self) -> None:
-        """Stop using all entries; twice is fine. From then on all is a miss."""
+        """Publish what waits for it, and stop using all entries; from then on all is a miss."""
         self._closed = True
+        if self.sharing is not None:
+            self.sharing.close()
         self._entries.close()
 
     def __enter__(self) -> Store:

@@ -71,7 +71,8 @@ class BoundResults:
         def step() -> None:
             if (result := run()) is not None and tensors_in(result):
                 self._refuse(f"returned {_words(result)}", "no tensor")
-            zero_padding(rows)
+            if rows:
+                zero_padding(rows)
 
         return step
 
@@ -83,7 +84,7 @@ class BoundResults:
             if not isinstance(known, torch.Tensor) or not isinstance(value, torch.Tensor):
                 if type(value) is not type(known) or value != known:
                     self._refuse(f"returned {_words(value)}", _words(known))
-            elif value.shape != known.shape or value.dtype != known.dtype:
+            elif value.shape != known.shape or value.dtype != known.dtype or _is_odd(value):
                 self._refuse(f"gave {_words(value)}", _words(known))
             elif not new:
                 if value.data_ptr() != known.data_ptr() or value.stride() != known.stride():
@@ -128,8 +129,14 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no elements in memory that could be copied into a bridge."""
+    return tensor.is_meta or tensor.layout is not torch.strided
+
+
 def _words(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"shape {tuple(value.shape)} of {value.dtype}"
+        kind = f", {value.device.type}, {value.layout}" if _is_odd(value) else ""
+        return f"shape {tuple(value.shape)} of {value.dtype}{kind}"
     found = [_words(t) for t in tensors_in(value)]
     return f"{len(found)} tensors ({', '.join(found)})" if found else repr(value)[:80]

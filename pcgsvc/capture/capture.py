@@ -48,6 +48,23 @@ class GraphTable:
     """Memory of the graph pool (recorded: of the segments' results)."""
     device_bytes: int = 0
     """How much free device memory fell while capturing, driver memory included."""
+    graph_bytes: int = 0
+    """Of it, what the driver keeps of the graphs themselves, beside their pool."""
+    workspace_bytes: int = 0
+    """Of it, what torch's allocator keeps outside the pool: the libraries' workspaces."""
+    returned_bytes: int = 0
+    """What autotuning and warm-up had taken besides, and the device has back."""
+
+    @property
+    def device_parts(self) -> dict[str, int]:
+        """What `device_bytes` are made of; the rest is the modules of kernels that were loaded."""
+        parts = {
+            "pool": self.pool_bytes,
+            "workspaces": self.workspace_bytes,
+            "graphs": self.graph_bytes,
+        }
+        rest = max(0, self.device_bytes - sum(parts.values()))
+        return {**parts, "kernels": rest} if self.device_bytes else {}
 
     @property
     def num_graphs(self) -> int:
@@ -73,6 +90,9 @@ class GraphTable:
             capture_seconds=self.capture_seconds,
             pool_bytes=self.pool_bytes - sum(self.entries[key].owned_bytes for key in reasons),
             device_bytes=self.device_bytes,
+            graph_bytes=self.graph_bytes,
+            workspace_bytes=self.workspace_bytes,
+            returned_bytes=self.returned_bytes,
         )
         for key, reason in reasons.items():
             left.skip(key, reason)
@@ -111,7 +131,8 @@ def capture(
         _skip(table, key, reason)
     engine = make_engine(memory, plan.config)
     recorder = _Recorder(model.program, memory, engine, samples, plan.config)
-    free = engine.free_bytes()
+    engine.give_back()
+    free, reserved = engine.free_bytes(), engine.reserved_bytes()
     total = len(plan.entries)
     with phases.phase("capture", total) as details, memory.on_stream(), _collector_held():
         for key in plan.entries:
@@ -123,7 +144,12 @@ def capture(
             phases.progress.advance()
         owned_bytes = sum(entry.owned_bytes for entry in table.entries.values())
         table.pool_bytes = engine.pool_bytes() + owned_bytes
+        used = engine.reserved_bytes()
+        engine.give_back()
+        kept = engine.reserved_bytes()
         table.device_bytes = max(0, free - engine.free_bytes())
+        table.workspace_bytes = max(0, kept - reserved - table.pool_bytes)
+        table.returned_bytes = used - kept
         details += _details(table, engine)
     if failures and not table.entries:
         raise failures[0]
@@ -173,7 +199,9 @@ class _Recorder:
             self._warm_up(program, values, step, key)
         warmed = time.perf_counter()
         table.warmup_seconds += warmed - started
+        before = self._not_the_drivers()
         entry = self._capture(program, values, step, key, pool_in_use=bool(table.entries))
+        table.graph_bytes += max(0, before - self._not_the_drivers())
         table.capture_seconds += time.perf_counter() - warmed
         _check_boundaries(program, entry, key)
         used = max(0, free - self.engine.free_bytes()) + entry.owned_bytes + table.device_bytes
@@ -189,6 +217,10 @@ class _Recorder:
         table.device_bytes = used
         table.entries[key] = entry
         _log_entry(key, entry)
+
+    def _not_the_drivers(self) -> int:
+        """Return the device memory that is free, or that torch's allocator holds."""
+        return self.engine.free_bytes() + self.engine.reserved_bytes()
 
     def _prepared(self, key: EntryKey) -> tuple[Callable[[], ForwardContext], list[object]]:
         """Load valid inputs; return what makes a run's context, and the program's bound values."""
@@ -266,6 +298,11 @@ def _capture_error(error: Exception, program: Program, key: EntryKey) -> Capture
 
 def _way_out(text: str) -> str:
     """Return what to do about an error of CUDA's that does not say so itself."""
+    if "Cannot copy between CPU and CUDA" in text:
+        return (
+            " What is copied lives on the host: keep it on the device, as a buffer of the model. "
+            "A number that is assigned to one element is copied as well: x[0].fill_(2) is not."
+        )
     if "unjoined" not in text:
         return ""
     return (

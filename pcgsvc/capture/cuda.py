@@ -62,8 +62,9 @@ class CudaEngine:
         if any("CUDA Graph is empty" in str(w.message) for w in said):
             self._empty = graph
             return None
-        graph.replay()
-        return graph.replay
+        replay: Step = super(torch.cuda.CUDAGraph, graph).replay  # without torch's Python around it
+        replay()
+        return replay
 
     def abort(self) -> None:
         """See `Engine.abort`. The graph is ended so that the pool is released, then dropped."""
@@ -99,7 +100,7 @@ class CudaEngine:
     def discard_pool(self) -> None:
         """See `Engine.discard_pool`; torch refuses a handle whose graphs are all gone."""
         self._new_pool()
-        torch.cuda.empty_cache()
+        self.give_back()
 
     def probe(self, cause: Exception) -> None:
         """See `Engine.probe`."""
@@ -115,6 +116,14 @@ class CudaEngine:
     def free_bytes(self) -> int:
         """See `Engine.free_bytes`."""
         return torch.cuda.mem_get_info(self.stream.device)[0]
+
+    def reserved_bytes(self) -> int:
+        """See `Engine.reserved_bytes`."""
+        return torch.cuda.memory_reserved(self.stream.device)
+
+    def give_back(self) -> None:
+        """See `Engine.give_back`."""
+        torch.cuda.empty_cache()
 
     def _new_pool(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()

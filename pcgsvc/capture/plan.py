@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pcgsvc.config import Collectives, Config, Graphs, Mode
+from pcgsvc.config import CaptureConfig, Collectives, Config, Graphs, Mode
 from pcgsvc.forward.request import Request, attention_of
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.collectives import COLLECTIVES
-from pcgsvc.ops.modes import FULL, NONE, PIECEWISE, Resolution, resolve_mode
+from pcgsvc.ops.modes import FULL, NEAR_ROWS, NONE, PIECEWISE, Resolution, gaps, resolve_mode
 from pcgsvc.ops.registry import find_spec
 from pcgsvc.ops.support import Support
 from pcgsvc.program.image import ProgramImage
@@ -72,6 +72,7 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
             *(() if by_default else resolution.reasons),
             *request.warnings,
             *no_uniform_size(resolution, sizes, query_len),
+            *far_sizes(resolution, sizes, config.capture),
             *(f"runs uncompiled: {found}" for found in image.uncompiled.values()),
         ],
         notes=[*resolution.reasons] if by_default else [],
@@ -129,6 +130,23 @@ def no_uniform_size(resolution: Resolution, sizes: Sequence[int], query_len: int
         f"capture.sizes: none of {sorted(sizes)} is a multiple of "
         f"capture.uniform_query_len={query_len}, so no full graph can serve uniform batches: "
         f"{other}. Add sizes such as {query_len} and {2 * query_len}"
+    ]
+
+
+def far_sizes(resolution: Resolution, sizes: Sequence[int], capture: CaptureConfig) -> list[str]:
+    """Return what to warn of: calls that no size serves, since the next is too far from them."""
+    general = [] if resolution.mixed is NONE else gaps(sizes, capture.max_padding)
+    uniform = []
+    if resolution.own_uniform:
+        own = [size for size in sizes if size % capture.uniform_query_len == 0]
+        uniform = [gap for gap in gaps(own, capture.max_padding) if gap not in general]
+    what = [("calls", "graph", gap) for gap in general]
+    what += [("uniform batches", "full graph", gap) for gap in uniform]
+    return [
+        f"capture.sizes: {calls} of {low} to {high} rows get no {graph}: the next size, {size}, is "
+        f"more than capture.max_padding={capture.max_padding} times their rows and more than "
+        f"{NEAR_ROWS} rows away. Add sizes between, or raise capture.max_padding"
+        for calls, graph, (low, high, size) in what
     ]
 
 

@@ -238,3 +238,10 @@ class RecordedEngine:
     def free_bytes(self) -> int:
         """See `Engine.free_bytes`."""
         return 0
+
+    def reserved_bytes(self) -> int:
+        """See `Engine.reserved_bytes`."""
+        return 0
+
+    def give_back(self) -> None:
+        """See `Engine.give_back`."""

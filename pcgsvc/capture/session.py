@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,6 +88,12 @@ class Engine(Protocol):
     def free_bytes(self) -> int:
         """Return the device's free memory in bytes; 0 where it is not counted."""
 
+    def reserved_bytes(self) -> int:
+        """Return the device memory that torch's allocator holds, pools included, in bytes."""
+
+    def give_back(self) -> None:
+        """Give the device back what torch's allocator holds and nothing uses."""
+
 
 @dataclass(kw_only=True)
 class Entry:
@@ -94,9 +101,9 @@ class Entry:
 
     steps: tuple[Step, ...]
     names: tuple[str, ...]
-    """Per step: its piece's name."""
+    """Per step: its piece's name, or those of splitting ops that follow one another."""
     is_region: tuple[bool, ...]
-    """Per step: a captured segment, or a splitting op."""
+    """Per step: a captured segment, or splitting ops."""
     outputs: list[torch.Tensor]
     """The graph's results; they alias memory that any later replay of the runner overwrites."""
     boundaries: tuple[str, ...]
@@ -259,10 +266,13 @@ class Session:
         """End the last segment and return the entry."""
         self._end()
         held = [self._engine.hold(t) for t in outputs]
+        if self._ranges:
+            self._steps = [(n, r, _ranged(n, s)) for n, r, s in self._steps]
+        steps = list(_without_gaps(self._steps))
         return Entry(
-            steps=tuple(_ranged(n, s) if self._ranges else s for n, _, s in self._steps),
-            names=tuple(n for n, _, _ in self._steps),
-            is_region=tuple(r for _, r, _ in self._steps),
+            steps=tuple(s for _, _, s in steps),
+            names=tuple(n for n, _, _ in steps),
+            is_region=tuple(r for _, r, _ in steps),
             outputs=held,
             boundaries=tuple(self._boundaries),
             keep=[*self._keep, self._engine],
@@ -344,6 +354,25 @@ class _Break:
     """Whether the padding rows of its results must be."""
     written_later: bool = True
     """See `Call.written_later`; True where that is not known."""
+
+
+def _without_gaps(steps: list[tuple[str, bool, Step]]) -> Iterator[tuple[str, bool, Step]]:
+    """Yield the steps, splitting ops that follow one another without a segment as one."""
+    for is_region, group in itertools.groupby(steps, lambda step: step[1]):
+        several = list(group)
+        if is_region or len(several) == 1:
+            yield from several
+        else:
+            runs = [step for _, _, step in several]
+            yield "+".join(name for name, _, _ in several), False, _in_order(runs)
+
+
+def _in_order(runs: list[Step]) -> Step:
+    def step() -> None:
+        for run in runs:
+            run()
+
+    return step
 
 
 def _ranged(name: str, step: Step) -> Step:

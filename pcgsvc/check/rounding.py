@@ -51,7 +51,9 @@ class Redrawn(RecordingMode):
         return (tensor * factor).to(tensor.dtype)
 
 
-def redrawn(call: Callable[[], list[torch.Tensor]], device: torch.device) -> list[torch.Tensor]:
-    """Return what `call` gives when its roundings fall otherwise; always the same draw."""
-    with Redrawn(0, device):
+def redrawn(
+    call: Callable[[], list[torch.Tensor]], device: torch.device, seed: int = 0
+) -> list[torch.Tensor]:
+    """Return what `call` gives when its roundings fall otherwise, as `seed` draws them."""
+    with Redrawn(seed, device):
         return call()

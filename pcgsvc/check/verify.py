@@ -30,6 +30,7 @@ from pcgsvc.forward.specs import SizePredicate
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.context import ForwardContext, use_context
 from pcgsvc.ops.expert_choice import Choices, following, recorded_choices
+from pcgsvc.ops.modes import fewest_rows
 from pcgsvc.program.model import CompiledModel
 
 
@@ -343,7 +344,8 @@ class _Check:
             if other.num_tokens < descriptor.num_tokens and other.uniform == descriptor.uniform
         ]
         step = self.config.capture.uniform_query_len if descriptor.uniform else 1
-        low = max(smaller, default=0) // step + 1
+        fewest = fewest_rows(descriptor.num_tokens, self.config.capture.max_padding)
+        low = max(max(smaller, default=0) // step + 1, -(-fewest // step))
         counts: Sequence[int] = range(low, max(low, descriptor.num_tokens // step - 1) + 1)
         predicate = self.model.predicate
         if predicate.conditions:  # the module runs other row counts itself

@@ -94,6 +94,8 @@ class CacheAction(enum.Enum):
     CLEAR = "clear"
     EXPORT = "export"
     IMPORT = "import"
+    PUSH = "push"
+    PULL = "pull"
 
 
 class ErrorMode(enum.Enum):

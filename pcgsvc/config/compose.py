@@ -49,6 +49,8 @@ class Command:
     """The overrides of each job, without Hydra's own; None: only the sweeper knows its jobs."""
     sweeper: dict[str, Any] = field(default_factory=dict)
     """`hydra.sweeper` of a sweep."""
+    launcher: str | None = None
+    """The class of `hydra.launcher` of a sweep."""
 
 
 def schema_node() -> DictConfig:
@@ -114,6 +116,7 @@ def compose_command(
             multirun=True,
             overrides=[[o for o in job if not _is_hydra(o)] for job in jobs] if known else None,
             sweeper=plain(whole.hydra.sweeper),
+            launcher=whole.hydra.launcher._target_,
         )
 
 

@@ -15,17 +15,20 @@ _PROMPT_SIZE = 16
 """Largest capture size, in tokens, where a job only continues a prompt."""
 
 
-def schedule(max_size: int) -> list[int]:
+def schedule(max_size: int, query_len: int = 1) -> list[int]:
     """Return the default capture sizes up to `max_size` tokens, which is always one of them.
 
     Powers of two and one and a half times those: at most a third of a replay is padding above 8.
+    All but `max_size` are moved up to whole requests of `query_len` tokens.
     """
-    sizes = {1, 2, 4, 8, max_size}
+    sizes = {1, 2, 4, 8}
     power = 16
     while power <= max_size:
         sizes |= {power, power + power // 2}
         power *= 2
-    return sorted(s for s in sizes if s <= max_size)
+    largest = max_size - max_size % query_len
+    whole = {-(-size // query_len) * query_len for size in sizes} | {largest}
+    return sorted({s for s in whole if 0 < s <= max_size} | {max_size})
 
 
 def resolve(config: Config, *, device_type: str) -> Config:
@@ -73,9 +76,10 @@ def _resolve_sizes(capture: CaptureConfig, default_max: int, *, few: bool) -> No
     if capture.max_size is None:
         capture.max_size = max([default_max, *named])
     sizes = named
-    if capture.sizes is None:  # one prompt: a step of many tokens, then one token each
-        most = capture.max_size
-        sizes = sorted({1, min(most, _PROMPT_SIZE)}) if few else schedule(most)
+    if capture.sizes is None:
+        sizes = schedule(capture.max_size, capture.uniform_query_len)
+        if few:  # one prompt: a step of many tokens, then one token each
+            sizes = sorted({1, min(capture.max_size, _PROMPT_SIZE)})
     validate_sizes(sizes, capture.max_size)
     capture.sizes = sorted(s for s in sizes if s <= capture.max_size)
 

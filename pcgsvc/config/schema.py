@@ -218,6 +218,10 @@ class CaptureConfig:
     were named or chosen. Larger sizes are dropped with a warning."""
     uniform_query_len: Count = 1
     """Tokens per request in a uniform batch (above 1: speculative decoding); at least 1."""
+    max_padding: Count = 4
+    """How far a call may be padded: one whose next size is more than so many times its rows, and
+    more than 256 rows away, runs in a nearer size of the other mode, or without a graph. At least
+    1."""
     graphs: Graphs = Graphs.AUTO
     """`cuda`, `recorded` (the CPU's stand-in, never faster), `off`, or `auto` by device."""
     error_mode: ErrorMode = ErrorMode.THREAD_LOCAL
@@ -255,8 +259,21 @@ class CacheConfig:
     """A miss is an error that names the facts that differ, instead of a build."""
     prove: bool = True
     """With `job=compile`: a fresh process loads what was stored, or the job fails."""
+    remote: str | None = None
+    """URL (`s3://bucket/folder`, by fsspec) of a place that machines share: asked for what the
+    store lacks, and given what is built here. None: there is none."""
+    remote_key: str | None = None
+    """Name of an environment variable, or else path of a file, that holds the key with which
+    entries of the remote are signed; what is not signed with it is not loaded. None: nothing is."""
+    remote_trust: bool = False
+    """Load unsigned entries of any `cache.remote`, which runs code of all who may write there; else
+    protocols but `file` and `memory` need `cache.remote_key`."""
+    remote_timeout_s: Annotated[float, Positive] = 30.0
+    """How long one call of the remote may take, and how long the end of a build waits for what is
+    still being published, in seconds. At least 1."""
     action: CacheAction = CacheAction.LS
-    """With `job=cache`: `ls`, `explain`, `check`, `clear`, `export` or `import`."""
+    """With `job=cache`: `ls`, `explain`, `check`, `clear`, `export` or `import`; with
+    `cache.remote`, `push` and `pull` copy what the other side lacks, and `check` reads it too."""
     file: str | None = None
     """With `cache.action=export` or `import`: path of the bundle."""
     import_sha256: str | None = None

@@ -149,7 +149,7 @@ What to do (job=...):
   doctor    find what would not work on this machine or with this model
   verify    compare every mode and strategy with plain execution
   compile   fill the disk cache and prove that a fresh process loads it
-  cache     cache.action=ls, explain, check, clear, export or import
+  cache     cache.action=ls, explain, check, clear, export, push …
   sizes     choose capture sizes for traffic=FILE
   compare   one table of compare.reports='[DIR]'
   config    show what set each value (config.explain=capture)

@@ -42,9 +42,12 @@ class Batch:
     """Anything that the caller's own splitting ops read through the context."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckedBatch:
-    """A batch that has been found to fit; what the buffers are filled from."""
+    """A batch that has been found to fit; what the buffers are filled from.
+
+    Its arrays are its own and cannot be written to.
+    """
 
     query_lens: list[int]
     seq_lens: list[int]
@@ -56,8 +59,12 @@ class CheckedBatch:
     block_tables: Ints | None
     slot_mapping: Ints | None
     extras: Mapping[str, Any]
-    images: dict[int, npt.NDArray[np.int32]] | None = None
-    """For a batch that is used again: the buffers' content by padded size; None: not kept."""
+
+    def __post_init__(self) -> None:
+        """Make sure that a batch which is used again has the content that it had."""
+        for array in (self.owners, self.positions, self.block_tables, self.slot_mapping):
+            if array is not None:
+                array.flags.writeable = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +133,7 @@ def check_batch(
             size = cache.block_size
             slots = tables[owners, positions // size] * size + positions % size
         if batch.block_tables is not None and not for_timing:
-            _check_distinct(slots, cache)
+            check_distinct(slots, cache)
     return CheckedBatch(
         query_lens=query_lens,
         seq_lens=seq_lens,
@@ -185,14 +192,14 @@ def _check_tables(
         if batch.slot_mapping is not None:
             raise BatchError("batch.slot_mapping: given without block_tables; pass both.")
         return _scratch_tables(seq_lens, cache)
-    tables = _host_ints("block_tables", batch.block_tables, 2)
+    tables = host_ints("block_tables", batch.block_tables, 2)
     return _check_blocks(tables, seq_lens, cache, first_block)
 
 
 def _check_slots(batch: Batch, num_tokens: int, cache: CacheGeometry) -> Ints | None:
     if batch.slot_mapping is None:
         return None
-    slots = _host_ints("slot_mapping", batch.slot_mapping, 1)
+    slots = host_ints("slot_mapping", batch.slot_mapping, 1)
     low, high = cache.first_free_block * cache.block_size, cache.num_blocks * cache.block_size
     if len(slots) != num_tokens or slots.min() < low or slots.max() >= high:
         raise BatchError(
@@ -200,24 +207,32 @@ def _check_slots(batch: Batch, num_tokens: int, cache: CacheGeometry) -> Ints | 
             f"{num_tokens} slots from {low} to {high - 1} are needed (block {NULL_BLOCK} is the "
             f"null block, those below {cache.first_free_block} are the runner's own)."
         )
-    return slots
+    return slots.copy()
 
 
-def _check_distinct(slots: Ints, cache: CacheGeometry) -> None:
-    """Refuse two rows that write one slot: which of them stays would be chance."""
-    if len(slots) == 1:
+def check_distinct(slots: Ints, cache: CacheGeometry) -> None:
+    """Refuse two rows that write one slot: which of them stays would be chance.
+
+    Raises:
+        BatchError: naming the first such slot.
+    """
+    if len(set(slots.tolist())) == len(slots):
         return
     ordered = np.sort(slots)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        block, offset = divmod(int(twice[0]), cache.block_size)
-        raise BatchError(
-            f"batch: two rows write KV slot {twice[0]} (block {block}, offset {offset}). Requests "
-            "may share blocks that they only read; give each its own for the new tokens."
-        )
+    block, offset = divmod(int(twice[0]), cache.block_size)
+    raise BatchError(
+        f"batch: two rows write KV slot {twice[0]} (block {block}, offset {offset}). Requests "
+        "may share blocks that they only read; give each its own for the new tokens."
+    )
 
 
-def _host_ints(name: str, given: Any, dims: int) -> Ints:
+def host_ints(name: str, given: Any, dims: int) -> Ints:
+    """Return whole numbers of `dims` dimensions that a field of a batch was given as.
+
+    Raises:
+        BatchError: they are something else, or on a device.
+    """
     if isinstance(given, torch.Tensor) and given.device.type != "cpu":
         raise BatchError(
             f"batch.{name}: got a tensor on {given.device}; pass host values, which the runner "
@@ -293,12 +308,15 @@ def _rows(query_lens: list[int], seq_lens: list[int]) -> tuple[Ints, Ints]:
 class StepBuffers:
     """Static device buffers of one step's metadata, filled from the host in one copy.
 
-    All fields share one int32 buffer, block tables last, so that a step copies a prefix. On CUDA
-    the host side is a ring of pinned buffers, each reused only when its copy is done. Not safe
-    across threads; the runner's lock guards it.
+    All fields share one int32 buffer, block tables last, so that a step copies a prefix: without
+    them where they are the ones of the step before. On CUDA the copy is from pinned memory in two
+    halves, each written again only when all copies from it are done; a half holds many steps, so
+    that a host which is a few of them ahead waits for nothing. Not safe across threads; the
+    runner's lock guards it.
     """
 
-    RING = 4
+    HALF = 1 << 14
+    """Least length of a half, in int32; at least two whole steps go in."""
 
     def __init__(
         self, *, max_tokens: int, max_reqs: int, blocks_per_request: int, device: torch.device
@@ -314,69 +332,52 @@ class StepBuffers:
         self.query_start_loc, self.seq_lens = fields[4:6]
         self.block_tables = fields[6].view(max_reqs + 1, blocks_per_request)
         self._table_start = sum(sizes)
-        self._pinned: list[torch.Tensor] = []
-        self._events: list[torch.cuda.Event] = []
-        self._turn = 0
-        if device.type == "cuda":
-            self._pinned = [
-                torch.zeros(total, dtype=torch.int32, pin_memory=True) for _ in range(self.RING)
-            ]
-            self._events = [torch.cuda.Event() for _ in range(self.RING)]
-        hosts = self._pinned or [self._device]
-        self._flat = [h.numpy() for h in hosts]
-        self._host = [self._split(flat, sizes) for flat in self._flat]
+        self._staging = _Staging(max(2 * total, self.HALF)) if device.type == "cuda" else None
+        is_host = self._staging is None
+        self._flat = self._device.numpy() if is_host else np.zeros(total, np.int32)
+        self._fields = np.split(self._flat, np.cumsum(sizes))
+        self._fields[-1] = self._fields[-1].reshape(max_reqs + 1, blocks_per_request)
+        self._layout: tuple[int, list[int]] = 0, []
+        """The padded size and the query lengths that were filled in last."""
+        self._tables: Ints | None = None
+        """The block tables that were; they cannot be written to."""
 
     @property
     def num_bytes(self) -> int:
         """Device memory of all fields together."""
         return self._device.nbytes
 
-    def _split(self, flat: npt.NDArray[np.int32], sizes: Sequence[int]) -> list[Any]:
-        edges = np.cumsum(sizes)
-        parts = np.split(flat, edges)
-        parts[-1] = parts[-1].reshape(self.max_reqs + 1, self._width)
-        return parts
-
     def fill(self, batch: CheckedBatch, padded_tokens: int) -> None:
         """Write one step's metadata; on CUDA the copy is queued on the current stream."""
-        turn = self._turn
-        if self._events:
-            self._events[turn].synchronize()
-        image = None if batch.images is None else batch.images.get(padded_tokens)
-        if image is None:
-            used = self._write(turn, batch, padded_tokens)
-            if batch.images is not None:
-                batch.images[padded_tokens] = self._flat[turn][:used].copy()
-        else:
-            used = len(image)
-            self._flat[turn][:used] = image
-        if self._pinned:
-            self._device[:used].copy_(self._pinned[turn][:used], non_blocking=True)
-            self._events[turn].record()
-            self._turn = (turn + 1) % self.RING
+        _, slots, _, kv_lens, _, seqs, tables = self._fields
+        true, reqs = batch.num_tokens, len(batch.query_lens)
+        if self._layout != (padded_tokens, batch.query_lens):
+            self._write_layout(batch, padded_tokens)
+        np.add(batch.positions, 1, out=kv_lens[:true], casting="unsafe")
+        seqs[:reqs] = batch.seq_lens
+        if batch.slot_mapping is not None:
+            slots[:true] = batch.slot_mapping
+        used, given = self._table_start, batch.block_tables
+        if given is not None and given is not self._tables:
+            width = min(given.shape[1], self._width)
+            tables[:reqs, :width] = given[:, :width]
+            used += reqs * self._width
+        if self._staging is not None:
+            self._staging.copy(self._flat, self._device, used)
+        self._tables = given
 
-    def _write(self, turn: int, batch: CheckedBatch, padded_tokens: int) -> int:
-        """Write one step's metadata to a host buffer; return how much of it counts."""
-        num, slots, owner, kv_lens, starts, seqs, tables = self._host[turn]
+    def _write_layout(self, batch: CheckedBatch, padded_tokens: int) -> None:
+        """Write what the query lengths and the padded size decide."""
+        num, slots, owner, kv_lens, starts, seqs, _ = self._fields
         true, reqs = batch.num_tokens, len(batch.query_lens)
         num[0] = true
         owner[:true] = batch.owners
         owner[true:padded_tokens] = self.max_reqs
-        np.add(batch.positions, 1, out=kv_lens[:true], casting="unsafe")
-        kv_lens[true:padded_tokens] = 0
-        starts[0] = 0
+        kv_lens[true:padded_tokens] = slots[true:padded_tokens] = 0
         starts[1 : reqs + 1] = list(itertools.accumulate(batch.query_lens))
         starts[reqs + 1 :] = true
-        seqs[:reqs] = batch.seq_lens
         seqs[reqs:] = 0
-        used = self._table_start
-        if batch.block_tables is not None and batch.slot_mapping is not None:
-            slots[:true] = batch.slot_mapping
-            slots[true:padded_tokens] = 0
-            width = min(batch.block_tables.shape[1], self._width)
-            tables[:reqs, :width] = batch.block_tables[:, :width]
-            used += reqs * self._width
-        return used
+        self._layout = padded_tokens, batch.query_lens.copy()
 
     def context(
         self,
@@ -406,3 +407,26 @@ class StepBuffers:
             in_full_graph=in_full_graph,
             block_tables_host=batch.block_tables,
         )
+
+
+class _Staging:
+    """Pinned memory in two halves, out of which copies to the device are queued."""
+
+    def __init__(self, half: int) -> None:
+        self._half, self._at, self._end = half, 0, half
+        self._pinned = torch.zeros(2 * half, dtype=torch.int32, pin_memory=True)
+        self._flat = self._pinned.numpy()
+        self._done = {end: torch.cuda.Event() for end in (half, 2 * half)}
+        """By a half's end: when the copies from it are done."""
+
+    def copy(self, source: npt.NDArray[np.int32], target: torch.Tensor, count: int) -> None:
+        """Queue a copy of the first `count` numbers on the current stream."""
+        if self._at + count > self._end:
+            self._done[self._end].record()
+            self._end = 3 * self._half - self._end
+            self._at = self._end - self._half
+            self._done[self._end].synchronize()
+        end = self._at + count
+        self._flat[self._at : end] = source[:count]
+        target[:count].copy_(self._pinned[self._at : end], non_blocking=True)
+        self._at = end

@@ -23,13 +23,26 @@ from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.context import ForwardContext
 
 
-class _Load(NamedTuple):
+class Load(NamedTuple):
     """How the inputs of a call of one row count get into the buffers of one size."""
 
-    targets: list[tuple[str, torch.Tensor]]
-    """Views of the true rows, by input name."""
+    targets: list[torch.Tensor]
+    """Views of the true rows, in the order of the inputs."""
     padding: list[torch.Tensor]
     """Views of all other rows."""
+    at_once: bool
+    """Whether one kernel may copy all inputs."""
+
+
+class _Step(NamedTuple):
+    """The step whose metadata is in the buffers."""
+
+    batch: CheckedBatch
+    query_lens: list[int]
+    seq_lens: list[int]
+    """Copies of the batch's."""
+    kind: tuple[int, int | None, bool]
+    context: ForwardContext
 
 
 class Workspace:
@@ -58,11 +71,11 @@ class Workspace:
         self.stream = stream
         """The stream that everything of this runner runs on; None on the CPU."""
         self._views: dict[int, dict[str, torch.Tensor]] = {}
-        self._loads: dict[tuple[int, int], _Load] = {}
-        self._padded: _Load | None = None
+        self._loads: dict[tuple[int, int], Load] = {}
+        self._padded: Load | None = None
         """The last load; the padding rows that it left zero are zero still."""
-        self._step: tuple[CheckedBatch, int, int | None, bool, ForwardContext] | None = None
-        """The last step of a batch that is kept: its metadata is in the buffers."""
+        self._step: _Step | None = None
+        self._plans = attention is not None and type(attention).plan is not AttentionBackend.plan
 
     def step_buffers(self, max_tokens: int, max_reqs: int) -> StepBuffers:
         """Return metadata buffers of another size, for a call that fits no captured entry."""
@@ -92,27 +105,40 @@ class Workspace:
 
     def load(self, inputs: Mapping[str, torch.Tensor], num_tokens: int, size: int) -> None:
         """Copy a call's inputs into the static buffers; padding rows become zero."""
-        load = self._loads.get((num_tokens, size))
-        if load is None:
-            load = self._loads[num_tokens, size] = self._plan_load(num_tokens, size)
-        for name, target in load.targets:
-            target.copy_(inputs[name], non_blocking=True)
+        self.copy_in([inputs[s.name] for s in self.inputs], self.plan_load(num_tokens, size))
+
+    def copy_in(self, values: Sequence[torch.Tensor], load: Load) -> None:
+        """Copy inputs, in the order of the specs, where `plan_load` said."""
+        if load.at_once:
+            torch_private.copy_all(load.targets, values)
+        else:
+            for target, value in zip(load.targets, values, strict=True):
+                target.copy_(value, non_blocking=True)
+        if load is not self._padded:
+            self.pad(load)
+
+    def pad(self, load: Load) -> None:
+        """Make the padding rows of a load zero, if those that are zero are another's."""
         if load is not self._padded:
             for tail in load.padding:
                 tail.zero_()
             self._padded = load
 
-    def _plan_load(self, num_tokens: int, size: int) -> _Load:
+    def plan_load(self, num_tokens: int, size: int) -> Load:
         """Return where the rows of a call go, and which rows are padding then."""
-        views = self.views(size)
-        cut = {s.name: s.cut(views[s.name], num_tokens) for s in self.inputs}
-        padding = [
-            views[spec.name].narrow(dim, num_tokens, size - num_tokens)
-            for spec in self.inputs
-            for dim in spec.dims
-            if num_tokens < size
-        ]
-        return _Load(list(cut.items()), padding)
+        load = self._loads.get((num_tokens, size))
+        if load is None:
+            views = self.views(size)
+            targets = [s.cut(views[s.name], num_tokens) for s in self.inputs]
+            padding = [
+                views[spec.name].narrow(dim, num_tokens, size - num_tokens)
+                for spec in self.inputs
+                for dim in spec.dims
+                if num_tokens < size
+            ]
+            load = Load(targets, padding, torch_private.can_copy_all(targets))
+            self._loads[num_tokens, size] = load
+        return load
 
     def context(
         self,
@@ -124,21 +150,25 @@ class Workspace:
     ) -> ForwardContext:
         """Fill the metadata of one step, have the attention plan it, and return its context.
 
-        Nothing is done anew for the same kept batch twice in a row, where no attention plans.
+        Nothing is done anew for the same batch twice in a row, where no attention plans.
         """
-        last = self._step
+        last, kind = self._step, (size, uniform_query_len, in_full_graph)
         if (
             last is not None
-            and last[0] is batch
-            and last[1:4] == (size, uniform_query_len, in_full_graph)
+            and last.batch is batch
+            and last.kind == kind
+            and last.seq_lens == batch.seq_lens
+            and last.query_lens == batch.query_lens
         ):
-            return last[4]
+            return last.context
+        self._step = None
         self.step.fill(batch, size)
         context = self.step.context(
             batch, size, self.attention, uniform_query_len, in_full_graph=in_full_graph
         )
-        kept = batch.images is not None and self.attention is None
-        self._step = (batch, size, uniform_query_len, in_full_graph, context) if kept else None
+        if not self._plans:
+            lens = batch.query_lens.copy(), batch.seq_lens.copy()
+            self._step = _Step(batch, *lens, kind, context)
         return self._planned(context)
 
     def unpadded_context(self, batch: CheckedBatch) -> ForwardContext:

@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pcgsvc.config import Job
 from pcgsvc.config.compose import CONFIG_MODULE, Command, compose_command, register_schema, words_of
+from pcgsvc.config.launchers import register_launchers
 from pcgsvc.config.settings import help_text, short_help
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.ranked import RankedStream, rank_among_many
@@ -73,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "--config-path: pcgsvc needs its own settings; add yours with --config-dir."
             )
+        register_launchers()
         command = None if _is_for_hydra(words) else _check(words)
         if command is not None and command.jobs[0].job is Job.CONFIG:
             return _explain(words)
@@ -197,7 +199,7 @@ def _hand_over(argv: Sequence[str], words: argparse.Namespace, command: Command 
     codes: list[int] = []
 
     def task(composed: DictConfig) -> int:
-        codes.append(run_task(composed, None).code)
+        codes.append(run_task(composed))
         return codes[-1]
 
     def launch(each: Callable[[DictConfig], object], override: str) -> None:

@@ -1,4 +1,4 @@
-"""`job=cache`: list, explain, check, clear, export and import the disk cache.
+"""`job=cache`: list, explain, check, clear, export, import, push and pull the disk cache.
 
 In: a config with `cache.action`. Out: text on a console. Builds nothing and captures nothing.
 """
@@ -16,9 +16,11 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from pcgsvc.cache import transfer
 from pcgsvc.cache.bundle import export_bundle, import_bundle
 from pcgsvc.cache.envelope import MissError
 from pcgsvc.cache.programs import Artifacts, NoProgramError, explain
+from pcgsvc.cache.remote import Remote, open_remote
 from pcgsvc.cache.reports import ProgramInfo, flatten
 from pcgsvc.cache.store import Store
 from pcgsvc.compilers.folder import CompilerFolder
@@ -40,7 +42,8 @@ def cache_job(config: Config, out: Console) -> None:
 
     Raises:
         ConfigError: the cache is off, or a bundle's path is missing or unusable.
-        CacheError: the store is damaged (`check`), cannot be written, or a bundle is refused.
+        CacheError: the store is damaged (`check`), cannot be written, or a bundle is refused; or
+            the remote fails, or holds what may not be loaded.
     """
     actions: dict[CacheAction, Callable[[Config, Store], Iterator[str]]] = {
         CacheAction.LS: _ls,
@@ -49,11 +52,14 @@ def cache_job(config: Config, out: Console) -> None:
         CacheAction.CLEAR: _clear,
         CacheAction.EXPORT: _export,
         CacheAction.IMPORT: _import,
+        CacheAction.PUSH: _push,
+        CacheAction.PULL: _pull,
     }
     check_cache_job(config)
     cache = config.cache
     mode = CacheMode.READ if cache.action in (CacheAction.LS, CacheAction.CHECK) else cache.mode
-    with Store.open(cache.dir, mode=mode, max_bytes=cache.max_bytes) as store:
+    remote = open_remote(cache) if cache.action is CacheAction.EXPLAIN else None
+    with Store.open(cache.dir, mode=mode, max_bytes=cache.max_bytes, remote=remote) as store:
         if cache.action is CacheAction.CLEAR and not _may_clear(config, store, out):
             out.print("nothing was deleted")
             return
@@ -148,6 +154,11 @@ def _check(config: Config, store: Store) -> Iterator[str]:
             damaged.append(f"{name} cannot be loaded: {error}")
         else:
             yield f"  {name}: {'loaded' if elsewhere is None else f'not loaded: {elsewhere}'}"
+    remote = open_remote(config.cache)
+    if remote is not None:
+        there = transfer.check(remote)
+        yield f"{remote.url}: {words.count(there.num_present, 'entry', 'entries')} sound"
+        damaged += [f"{remote.url}: {problem}" for problem in there.refused]
     for problem in damaged:
         yield f"  damaged: {problem}"
     if damaged:
@@ -199,6 +210,33 @@ def _import(config: Config, store: Store) -> Iterator[str]:
     info = import_bundle(store, _file(config), expected_sha256=config.cache.import_sha256)
     written = words.count(info.num_written, "entry", "entries")
     yield f"{written} written, {info.num_present} already stored"
+
+
+def _push(config: Config, store: Store) -> Iterator[str]:
+    done = transfer.push(store, _remote(config))
+    yield f"{words.count(done.num_copied, 'entry', 'entries')} published, {done.num_present} there"
+    yield from _left_out("push", done)
+
+
+def _pull(config: Config, store: Store) -> Iterator[str]:
+    done = transfer.pull(store, _remote(config))
+    written = words.count(done.num_copied, "entry", "entries")
+    yield f"{written} written, {done.num_present} already stored"
+    yield from _left_out("pull", done)
+
+
+def _left_out(action: str, done: transfer.Transfer) -> Iterator[str]:
+    for problem in done.refused:
+        yield f"  left out: {problem}"
+    if done.refused:
+        entries = words.count(len(done.refused), "entry", "entries")
+        raise CacheError(f"cache {action}: {entries} left out; the rest was copied.")
+
+
+def _remote(config: Config) -> Remote:
+    remote = open_remote(config.cache)
+    assert remote is not None, "check_cache_job refuses it"
+    return remote
 
 
 def _file(config: Config) -> Path:

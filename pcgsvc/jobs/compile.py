@@ -105,7 +105,7 @@ def load_again(tree: Mapping[str, Any]) -> int | str:
         0, or what went wrong, in one line.
     """
     config = from_dict(tree)
-    config.cache = replace(config.cache, mode=CacheMode.READ, require_warm=True)
+    config.cache = replace(config.cache, mode=CacheMode.READ, require_warm=True, remote=None)
     try:
         compile_only(request_of(config))
     except PcgError as error:

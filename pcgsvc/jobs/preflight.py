@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pcgsvc.cache.remote import open_remote
 from pcgsvc.cache.root import check_place, why_not_writable
 from pcgsvc.config import CacheAction, CacheMode, Config, Job, Strategy
 from pcgsvc.config.compose import Command
 from pcgsvc.config.devices import dtype_of, is_here
+from pcgsvc.config.launchers import check_launcher
 from pcgsvc.errors import CacheError, ConfigError, near
 from pcgsvc.jobs.sweep.objective import check_objective
 from pcgsvc.models.catalog import validate_model
@@ -38,9 +40,12 @@ def check_command(command: Command) -> None:
     """Check every job of a command line, and that no job would write over another's report.
 
     Raises:
-        ConfigError: as `check`; of several jobs, the message says which.
+        ConfigError: as `check`; of several jobs, the message says which. Or the launcher's package
+            is missing.
     """
     configs = command.jobs
+    if command.launcher is not None:
+        check_launcher(command.launcher)
     for at, config in enumerate(configs):
         try:
             if command.multirun:
@@ -162,6 +167,7 @@ def _check_outputs(config: Config) -> None:
     if config.job in _WITH_CACHE:
         try:
             check_place(config.cache, needed=config.job is Job.CACHE)
+            open_remote(config.cache)
         except CacheError as error:
             raise ConfigError(str(error)) from error
     if config.job is Job.CACHE:
@@ -191,8 +197,13 @@ def _check_compile(config: Config) -> None:
 
 
 def check_cache_job(config: Config) -> None:
-    """Refuse a cache that is off, and a bundle that cannot be read or written."""
+    """Refuse an action without its remote, and a bundle that cannot be read or written."""
     cache = config.cache
+    if cache.action in (CacheAction.PUSH, CacheAction.PULL) and cache.remote is None:
+        raise ConfigError(
+            f"cache.remote: cache.action={cache.action.value} needs the URL of a remote, e.g. "
+            "cache.remote=s3://bucket/folder."
+        )
     if cache.action not in (CacheAction.EXPORT, CacheAction.IMPORT):
         return
     if not cache.file:

@@ -128,7 +128,7 @@ def _verify(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     """Try every mode and strategy, and report; VerifyError if any was wrong."""
     with progress_for(out) as progress:
         done = verify_all(config, progress)
-    head = report_head(config, str(device_of(config)))
+    head = report_head(config, device_of(config))
     report = {**done.report, **head, "tries": [one._asdict() for one in done.tries]}
     _show_rows(report["tries"], report, report_path, out)
     if (problem := done.problem()) is not None:
@@ -140,7 +140,7 @@ def _doctor(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     """Look at machine and model, and report; PcgError if a job would not work."""
     with progress_for(out) as progress:
         found = examine(config, progress)
-    head = report_head(config, str(device_of(config)))
+    head = report_head(config, device_of(config))
     report = {**head, "doctor": [one._asdict() for one in found]}
     _show_rows(report["doctor"], report, report_path, out)
     if failed := [one.item for one in found if one.state == FAIL]:

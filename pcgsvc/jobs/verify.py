@@ -144,7 +144,7 @@ def verify_all(config: Config, progress: Progress) -> Verification:
     with contextlib.ExitStack() as stack:
         if config.cache.mode is CacheMode.OFF:
             config = copy(config)
-            config.cache.mode = CacheMode.READWRITE
+            config.cache.mode, config.cache.remote = CacheMode.READWRITE, None
             config.cache.dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="pcgsvc-"))
         done = Verification(request_of(config, progress), progress)
         done.run()

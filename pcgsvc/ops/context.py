@@ -131,21 +131,21 @@ class ForwardContext:
 
     @property
     def query_lens(self) -> list[int]:
-        """New tokens of each request, in row order."""
+        """New tokens of each request, in row order; a copy, like the next two."""
         self._host("query_lens")
-        return self._query_lens
+        return self._query_lens.copy()
 
     @property
     def seq_lens_host(self) -> list[int]:
         """Length of each request after this step."""
         self._host("seq_lens_host")
-        return self._seq_lens
+        return self._seq_lens.copy()
 
     @property
     def block_tables_host(self) -> Any:
         """KV blocks of each request as a numpy array [requests, blocks]; None without a cache."""
         self._host("block_tables_host")
-        return self._block_tables
+        return None if self._block_tables is None else self._block_tables.copy()
 
     @property
     def extras(self) -> Mapping[str, Any]:

@@ -5,6 +5,8 @@ In: a mode and a support level. Out: a `Resolution` with its reasons. Knows noth
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pcgsvc.config import Mode
@@ -52,6 +54,26 @@ def has_own_uniform(decode: Mode, mixed: Mode) -> bool:
     They do where only they run in full graphs; else the entries for any batch serve them as well.
     """
     return decode is FULL and mixed is not FULL
+
+
+NEAR_ROWS = 256
+"""Padding rows that a call may always have, whatever share of them is its own."""
+
+
+def fewest_rows(size: int, max_padding: int) -> int:
+    """Return the fewest rows of a call that a size serves.
+
+    `max_padding` is `capture.max_padding`: a call of fewer rows than these would be padded to more
+    than so many times its rows, and by more than `NEAR_ROWS`.
+    """
+    return max(1, min(-(-size // max_padding), size - NEAR_ROWS))
+
+
+def gaps(sizes: Iterable[int], max_padding: int) -> list[tuple[int, int, int]]:
+    """Return the calls that no size serves since the next is too far: from, to, and that size."""
+    stretches = itertools.pairwise([0, *sorted(sizes)])
+    found = [(below + 1, fewest_rows(size, max_padding) - 1, size) for below, size in stretches]
+    return [gap for gap in found if gap[0] <= gap[1]]
 
 
 def resolve_mode(

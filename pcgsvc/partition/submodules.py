@@ -201,7 +201,7 @@ def _forward(
             size if b.kind == "size" else given[b.name] if b.kind == "input" else tensors[b.name]
             for b in program.spec.bindings
         ]
-        inputs = {spec.name: given[spec.name] for spec in specs}
+        inputs = [given[spec.name] for spec in specs]
         return outputs.build(program.run(values, Direct()), inputs)
 
     return forward

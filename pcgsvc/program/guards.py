@@ -210,7 +210,7 @@ class _Scope:
             "constants": dict(constants),
             "G": _Globals(),
             _RANK: rank_and_world(),
-            "__builtins__": {"type": type, "dict": dict, "list": list, "tuple": tuple, "len": len},
+            "__builtins__": {t.__name__: t for t in (object, type, dict, list, tuple, len)},
         }
 
         self._classes: dict[type, list[Any]] = {}

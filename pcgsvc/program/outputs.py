@@ -5,7 +5,7 @@ In: results of a replay. Out: the result with the forward's own structure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,12 +39,11 @@ class OutputPlan:
         pairs = zip(results, self.specs, strict=True)
         return [cut_rows(result, spec.row_dims(), rows) for result, spec in pairs]
 
-    def build(self, results: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:
-        """Return the forward's result with its own structure."""
+    def build(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+        """Return the forward's result with its own structure; inputs are in the forward's order."""
         if self.is_one_tensor:
             return results[0]
-        given = list(inputs.values())
-        tensors = iter(results[i] if k == "graph" else given[i] for k, i in self.leaves)
+        tensors = iter(results[i] if k == "graph" else inputs[i] for k, i in self.leaves)
         count = len(self.leaves) + len(self.constants)
         leaves = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
         return self.tree.build(leaves)

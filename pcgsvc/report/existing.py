@@ -55,6 +55,7 @@ def _row(name: str, path: Path, facts: Facts, differs: dict[str, str]) -> Row:
         status="failed" if wrong else "done",
         reason="its replay differs from plain execution" if wrong else None,
         place=str(path),
+        host=facts.report.get("host", {}).get("name"),
         facts=facts,
     )
 

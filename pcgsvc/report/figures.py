@@ -35,6 +35,7 @@ def figures_of(job: Job) -> dict[str, Any]:
         "output": row.output,
         "wall_s": row.wall_s,
         "peak_host_bytes": row.peak_host_bytes,
+        "host": row.host,
     }
     if cost is None:
         return figures

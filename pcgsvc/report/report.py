@@ -5,6 +5,7 @@ In: the stages' results. Out: plain dicts of JSON types. Knows nothing of tables
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +36,7 @@ def program_report(
 ) -> dict[str, Any]:
     """Return what a build's report begins with: mode, partition, guards, warnings."""
     return {
-        **report_head(request.config, _device(request)),
+        **report_head(request.config, request.device, _device(request)),
         "mode": _mode_section(plan.resolution),
         "partition": _partition_section(request.config.partition.strategy.value, image),
         "guards": {
@@ -53,13 +54,22 @@ def _parallel(request: Request) -> dict[str, Any]:
     return {"ranks": request.config.parallel.tensor, **request.bundle.parallel}
 
 
-def report_head(config: Config, device: str) -> dict[str, Any]:
-    """Return what every report begins with: versions, the device in words, the config."""
+def report_head(config: Config, device: torch.device, words: str | None = None) -> dict[str, Any]:
+    """Return what every report begins with: versions, machine and device, the config.
+
+    Args:
+        config: as composed.
+        device: of this machine.
+        words: for people; None: the device's name.
+    """
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    uuid = torch.cuda.get_device_properties(device).uuid if has_gpu else None
     return {
         "schema": SCHEMA,
         "pcgsvc": __version__,
         "torch": torch.__version__,
-        "device": device,
+        "host": {"name": socket.gethostname(), "gpu": f"GPU-{uuid}" if has_gpu else None},
+        "device": words or str(device),
         "config": to_dict(config),
     }
 
@@ -140,6 +150,8 @@ def captured_sections(plan: CapturePlan, table: GraphTable, memory: Workspace) -
         "skipped": [{"size": s, "reason": r} for s, r in sorted(table.skipped.items())],
         "pool_bytes": table.pool_bytes,
         "device_bytes": table.device_bytes,
+        "device_parts": table.device_parts,
+        "returned_bytes": table.returned_bytes,
     }
     if memory.geometry is None:
         return {"graphs": graphs}

@@ -104,6 +104,8 @@ class Row:
     wall_s: float | None = None
     """Seconds from start to end of its process."""
     peak_host_bytes: int | None = None
+    host: str | None = None
+    """Name of the machine that ran it; None: not known."""
     facts: Facts | None = None
     """None: it has no report."""
 
@@ -166,6 +168,7 @@ _SPREAD = ("step_low_us", "step_high_us")
 _ENTRY = {"mode": _text, "size": _count}
 _REPORT: dict[str, Any] = {
     **dict.fromkeys(("pcgsvc", "torch", "device"), _text),
+    "host?": {"name": _text},
     "config": {"capture?": {"uniform_query_len?": _count}},
     "mode": dict.fromkeys(("requested", "resolved", "decode", "mixed"), _text),
     "partition": {

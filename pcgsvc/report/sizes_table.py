@@ -100,6 +100,7 @@ def _columns(unit: str) -> tuple[Column, ...]:
         Column("padding", ("padding_share",), "{:.1%}".format),
         Column(f"{unit} a call", ("step_us",), "{:.1f}".format),
         Column("to no padding", ("ratio",), "{:.3f}".format),
+        Column("no graph", ("uncovered",), str),
         Column("graphs", ("num_graphs",), _or_dash(written("{}"))),
         Column("MiB", ("memory_bytes",), _or_dash(mib)),
         Column("", ("best",), str, left=True),

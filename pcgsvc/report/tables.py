@@ -200,7 +200,9 @@ def _graphs(out: Console, graphs: dict[str, Any]) -> None:
         }[graphs["backend"]]
         memory = f"{words.memory(graphs['pool_bytes'])} pool"
         if graphs["device_bytes"]:
-            memory += f", {mib(graphs['device_bytes'])} MiB of the device"
+            parts = graphs["device_parts"].items()
+            each = ", ".join(f"{name} {mib(size)}" for name, size in parts)
+            memory += f", {mib(graphs['device_bytes'])} MiB of the device ({each})"
         show_fact(out, "graphs", f"{graphs['num_graphs']} {kind}: {by_mode}; {memory}")
         show_fact(out, "sizes", " ".join(map(str, graphs["sizes"])))
     for skip in graphs["skipped"]:

@@ -19,20 +19,21 @@ from pcgsvc.errors import UncoveredError
 from pcgsvc.events import log_event
 from pcgsvc.forward.batch import CheckedBatch
 from pcgsvc.serve.dispatch import DispatchTable
+from pcgsvc.serve.replay import Route
 
 logger = logging.getLogger(__name__)
 
 
 class CallCounts:
-    """Counters of one runner, which it counts up itself: a call more per step would cost it."""
+    """Counters of one runner; replays are counted up in their routes."""
 
     def __init__(self, config: Config, dispatch: DispatchTable, table: GraphTable) -> None:
-        self.hits: Counter[str] = Counter()
-        """Replays by `mode:size`."""
-        self.calls: Counter[tuple[int, bool]] = Counter()
-        """Calls by row count, and whether the batch was uniform."""
-        self.rows, self.padded = 0, 0
-        """True rows and padding rows that ran."""
+        self.routes: list[Route] = []
+        """All that calls have taken."""
+        self.rows = 0
+        """Rows that ran without a graph."""
+        self._calls: Counter[tuple[int, bool]] = Counter()
+        """Calls that no graph served, by row count, and whether the batch was uniform."""
         self.listeners: list[Callable[[float], None]] = []
         """Told the seconds of each call; while there are none, no time is taken."""
         self._fallbacks: Counter[tuple[int, str]] = Counter()
@@ -63,6 +64,7 @@ class CallCounts:
             )
         self._fallbacks[(rows, reason)] += 1
         self._by_reason[reason] += 1
+        self._calls[rows, uniform] += 1
         if self._by_reason[reason] == 1:  # `log_totals` says how many there were
             log_event(
                 logger,
@@ -94,26 +96,40 @@ class CallCounts:
 
     def stats(self) -> dict[str, Any]:
         """Return all counts as plain dicts; see `Runner.stats`."""
-        share = self.padded / (self.rows + self.padded) if self.padded else 0.0
+        hits: Counter[str] = Counter()
+        calls, rows, padded = self._calls.copy(), self.rows, 0
+        for route in self.routes:
+            if route.hits:
+                hits[route.name] += route.hits
+            if route.calls:
+                calls[route.rows, route.uniform] += route.calls
+            rows += route.hits * route.rows
+            padded += route.hits * (route.size - route.rows)
         return {
-            "hits": dict(self.hits),
+            "hits": dict(hits),
             "fallbacks": [
                 {"num_tokens": n, "reason": reason, "count": count}
                 for (n, reason), count in sorted(self._fallbacks.items())
             ],
-            "rows": self.rows,
-            "padding_rows": self.padded,
-            "padding_share": share,
+            "rows": rows,
+            "padding_rows": padded,
+            "padding_share": padded / (rows + padded) if padded else 0.0,
             "calls": [
                 {"num_tokens": n, "uniform": uniform, "count": count}
-                for (n, uniform), count in sorted(self.calls.items())
+                for (n, uniform), count in sorted(calls.items())
             ],
-            "never_used": [name for name in self._entries if name not in self.hits],
+            "never_used": [name for name in self._entries if name not in hits],
         }
+
+    def close(self) -> None:
+        """Keep the counts, and nothing of the memory that routes hold."""
+        for route in self.routes:
+            del route.replay, route.load, route.results
 
     def reset(self) -> None:
         """Set all counts of `stats` to zero."""
-        self.hits.clear()
-        self.calls.clear()
+        self._calls.clear()
         self._fallbacks.clear()
-        self.rows = self.padded = 0
+        self.rows = 0
+        for route in self.routes:
+            route.calls = route.hits = 0

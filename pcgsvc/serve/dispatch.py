@@ -6,8 +6,7 @@ In: the requested mode, what the program's boundaries support, and the entries t
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,22 +14,23 @@ import torch
 from pcgsvc.capture.plan import BatchDescriptor, EntryKey
 from pcgsvc.config import Mode
 from pcgsvc.forward.specs import InputSpec, SizePredicate
-from pcgsvc.ops.modes import NONE, Resolution
+from pcgsvc.ops.modes import NEAR_ROWS, NONE, Resolution, fewest_rows
 from pcgsvc.program.model import IDENTITY, LAYOUT
 
 
 def unlike_traced(
-    depends_on: frozenset[str], specs: Sequence[InputSpec], inputs: Mapping[str, torch.Tensor]
+    depends_on: frozenset[str], specs: Sequence[InputSpec], values: Sequence[torch.Tensor]
 ) -> str | None:
     """Return why the traced forward does not stand for a call of these inputs, or None.
 
     `depends_on`: on what of its inputs besides their values the forward depends.
     """
-    if IDENTITY in depends_on and len({id(inputs[s.name]) for s in specs}) < len(specs):
+    if IDENTITY in depends_on and len({id(v) for v in values}) < len(values):
         return (
             "one tensor is passed twice, and the forward depends on that; run by the module itself"
         )
-    others = [s.name for s in specs if LAYOUT in depends_on and not s.is_laid_out(inputs[s.name])]
+    pairs = zip(specs, values, strict=True) if LAYOUT in depends_on else ()
+    others = [spec.name for spec, value in pairs if not spec.is_laid_out(value)]
     if not others:
         return None
     return (
@@ -63,27 +63,32 @@ class DispatchTable:
         entries: Iterable[EntryKey],
         *,
         uniform_query_len: int,
+        max_padding: int,
         max_reqs: int,
         skipped: dict[int, str],
         predicate: SizePredicate = _ANY_SIZE,
     ) -> None:
         self._resolution, self._predicate = resolution, predicate
-        self._query_len = uniform_query_len
+        self._query_len, self._max_padding = uniform_query_len, max_padding
         self._max_reqs = max_reqs
         self._skipped = skipped
         keys = list(entries)
+        self._sizes = {key[1].num_tokens for key in keys}
         self._uniform = self._ladder(k for k in keys if k[1].uniform)
         self._general = self._ladder(k for k in keys if not k[1].uniform)
 
     def _ladder(self, keys: Iterable[EntryKey]) -> list[EntryKey | None]:
         """Return by row count the next entry that is large enough (index 0 is unused).
 
-        None for row counts that the traced graph is not valid for.
+        None for row counts that the traced graph is not valid for, or that are too far from it.
         """
-        ordered = sorted(keys, key=lambda k: k[1].num_tokens)
-        sizes = [k[1].num_tokens for k in ordered]
-        rows = range(sizes[-1] + 1) if sizes else ()
-        return [ordered[bisect.bisect_left(sizes, n)] if self.is_valid(n) else None for n in rows]
+        found: list[EntryKey | None] = [None]
+        for key in sorted(keys, key=lambda k: k[1].num_tokens):
+            size = key[1].num_tokens
+            fewest = fewest_rows(size, self._max_padding)
+            rows = range(len(found), size + 1)
+            found += [key if n >= fewest and self.is_valid(n) else None for n in rows]
+        return found
 
     def is_valid(self, num_tokens: int) -> bool:
         """Whether the program may run a row count; the module itself must serve all others."""
@@ -98,7 +103,9 @@ class DispatchTable:
         if num_reqs > self._max_reqs:
             return None
         if uniform and num_tokens < len(self._uniform):
-            return self._uniform[num_tokens]
+            own = self._uniform[num_tokens]
+            if own is not None:
+                return own
         if num_tokens < len(self._general):
             return self._general[num_tokens]
         return None
@@ -109,8 +116,11 @@ class DispatchTable:
         if found is not None:
             mode, key = found
             padding = key.num_tokens - num_tokens
-            what = "uniform batch" if key.uniform else "any batch"
-            return Dispatch(mode, key, f"{what}, {padding} padding rows")
+            reason = f"{'uniform' if key.uniform else 'any'} batch, {padding} padding rows"
+            if uniform and not key.uniform and num_tokens < len(self._uniform):
+                far = next(k for k in self._uniform[num_tokens:] if k is not None)
+                reason += f"; for uniform batches {self._too_far(far[1].num_tokens)}"
+            return Dispatch(mode, key, reason)
         batch = BatchDescriptor(num_tokens, num_reqs, uniform)
         return Dispatch(NONE, batch, self.why_none(num_tokens, num_reqs, uniform))
 
@@ -128,10 +138,17 @@ class DispatchTable:
             return f"mode {self._resolution.resolved.value} captures nothing for such batches"
         if num_reqs > self._max_reqs:
             return f"more requests than attention.max_num_reqs={self._max_reqs}"
-        if self._skipped and max(self._skipped) >= num_tokens:
-            size = min(s for s in self._skipped if s >= num_tokens)
-            return f"size {size} was skipped: {self._skipped[size]}"
-        return "above the largest capture size"
+        skipped = min((s for s in self._skipped if s >= num_tokens), default=None)
+        far = min((s for s in self._sizes if s >= num_tokens), default=None)
+        if skipped is not None and (far is None or skipped < far):
+            return f"size {skipped} was skipped: {self._skipped[skipped]}"
+        if far is None:
+            return "above the largest capture size"
+        return self._too_far(far)
+
+    def _too_far(self, size: int) -> str:
+        limit = f"capture.max_padding={self._max_padding} times the rows"
+        return f"the next size, {size}, is more than {limit} and more than {NEAR_ROWS} rows away"
 
     def wants(self, uniform: bool) -> bool:
         """Whether the mode means to serve such batches with graphs at all."""

@@ -23,39 +23,37 @@ class InputBinder:
     def __init__(self, arguments: Arguments, memory: Workspace) -> None:
         self._arguments, self._memory = arguments, memory
         self._in_order = arguments.by_position
-        self._names = [spec.name for spec in memory.inputs]
+        self._specs, self._dtypes = memory.inputs, [s.example.dtype for s in memory.inputs]
         self._shapes: list[dict[torch.Size, int]] = [{} for _ in memory.inputs]
         """Shapes that each input was found to fit with, and the row count that they mean."""
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], int]:
-        """Return a call's input tensors by name, as they were passed, and its row count.
+    ) -> tuple[Sequence[torch.Tensor], int]:
+        """Return a call's input tensors in order, as they were passed, and its row count.
 
         Raises:
             BatchError: an argument does not fit its buffer, or another argument.
         """
-        specs, max_tokens = self._memory.inputs, self._memory.max_tokens
-        if self._in_order and len(args) == len(specs) and not kwargs:
-            given = dict(zip(self._names, args, strict=True))
-        else:
+        if kwargs or not self._in_order or len(args) != len(self._specs):
             given = self._arguments.bind(args, kwargs)
+            args = [given[spec.name] for spec in self._specs]
         num_tokens = -1
-        for spec, shapes in zip(specs, self._shapes, strict=True):
-            value = given[spec.name]
+        for at, value in enumerate(args):
             if (
                 type(value) is torch.Tensor
-                and value.dtype is spec.example.dtype
+                and value.dtype is self._dtypes[at]
                 and not value.is_meta
             ):
-                rows = shapes.get(value.shape)
-                if rows is not None and num_tokens in (-1, rows):
+                rows = self._shapes[at].get(value.shape)
+                if rows is not None and (num_tokens == rows or num_tokens == -1):
                     num_tokens = rows
                     continue
+            spec = self._specs[at]
             num_tokens = _check_input(spec, self._memory.buffers[spec.name], value, num_tokens)
-            if spec.dims and num_tokens <= max_tokens:
-                shapes[value.shape] = num_tokens
-        return given, num_tokens
+            if spec.dims and num_tokens <= self._memory.max_tokens:
+                self._shapes[at][value.shape] = num_tokens
+        return args, num_tokens
 
 
 def _check_input(spec: InputSpec, buffer: torch.Tensor, value: Any, num_tokens: int) -> int:

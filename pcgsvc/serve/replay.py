@@ -1,13 +1,16 @@
 """A captured entry as calls use it.
 
-In: an entry and the model that it was captured of. Out: its steps, and views of its results. Knows
-nothing of inputs.
+In: an entry and the model that it was captured of. Out: its steps, and where inputs and results of
+a row count are. Knows nothing of batches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import EntryKey
 from pcgsvc.capture.session import Entry
@@ -19,24 +22,32 @@ from pcgsvc.program.model import CompiledModel
 class Replay:
     """What a call needs of one entry, looked up once."""
 
-    def __init__(self, key: EntryKey, entry: Entry, model: CompiledModel) -> None:
+    def __init__(self, key: EntryKey, entry: Entry, query_len: int) -> None:
         mode, descriptor = key
         self.entry, self.steps, self.size = entry, entry.steps, descriptor.num_tokens
         self.name = f"{mode.value}:{descriptor.num_tokens}"
         """Under which the entry is counted."""
-        self.is_full, self.uniform = mode is Mode.FULL, descriptor.uniform
-        self.reads_metadata = model.reads_metadata
-        self._outputs = model.outputs
-        self._cut: dict[int, list[torch.Tensor]] = {}
+        self.is_full = mode is Mode.FULL
+        self.query_len = query_len if descriptor.uniform else None
+        """New tokens of each request, in an entry for uniform batches."""
 
-    def results(self, rows: int) -> list[torch.Tensor]:
-        """Return views of the true rows of the entry's results, in a list of the caller's."""
-        found = self._cut.get(rows)
-        if found is None:
-            whole = self.entry.outputs
-            found = whole if rows == self.size else self._outputs.cut(whole, rows)
-            self._cut[rows] = found
-        return list(found)
+
+class Route:
+    """How calls of one row count and kind are served: looked up once, and counted here."""
+
+    __slots__ = ("calls", "hits", "load", "name", "replay", "results", "rows", "size", "uniform")
+
+    def __init__(
+        self, replay: Replay, model: CompiledModel, memory: Workspace, rows: int, uniform: bool
+    ) -> None:
+        whole = replay.entry.outputs
+        self.replay, self.name, self.size = replay, replay.name, replay.size
+        self.rows, self.uniform = rows, uniform
+        self.load = memory.plan_load(rows, replay.size)
+        self.results = whole if rows == replay.size else model.outputs.cut(whole, rows)
+        """Views of the true rows of the entry's results."""
+        self.calls = self.hits = 0
+        """Calls that took it, and those whose replay came to its end."""
 
 
 def input_views(table: GraphTable, memory: Workspace) -> list[int]:
@@ -60,3 +71,15 @@ def poison_others(table: GraphTable, entry: Entry) -> None:
     for other in table.entries.values():
         for tensor in other.owned if other is not entry else ():
             tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(0)
+
+
+def clone_all(results: list[torch.Tensor], indices: Sequence[int]) -> None:
+    """Replace several tensors of a list by clones, which one kernel fills where it can."""
+    old = [results[at] for at in indices]
+    if torch_private.can_copy_all(old):
+        new = [torch.empty_like(tensor) for tensor in old]
+        torch_private.copy_all(new, old)
+    else:
+        new = [tensor.clone() for tensor in old]
+    for at, tensor in zip(indices, new, strict=True):
+        results[at] = tensor

@@ -6,40 +6,28 @@ replays, cuts. Knows nothing of how any of it was built, and of no model in part
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pcgsvc import torch_private
 from pcgsvc.capture.capture import GraphTable
-from pcgsvc.capture.plan import EntryKey
-from pcgsvc.config import Outputs
-from pcgsvc.errors import BatchError, PcgError
-from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch, refuse_lost_context
+from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.sampling import Sampling
 from pcgsvc.forward.workspace import Workspace
-from pcgsvc.ops.context import reset_context, set_context, use_context
 from pcgsvc.ops.modes import Resolution
 from pcgsvc.program.model import CompiledModel
-from pcgsvc.program.program import Direct
 from pcgsvc.serve.blocks import BlockAllocator
-from pcgsvc.serve.counts import CallCounts
-from pcgsvc.serve.dispatch import Dispatch, DispatchTable, unlike_traced
+from pcgsvc.serve.calls import Calls
+from pcgsvc.serve.dispatch import Dispatch, DispatchTable
 from pcgsvc.serve.embed import embed
 from pcgsvc.serve.generate import generate, stream
-from pcgsvc.serve.inputs import InputBinder
-from pcgsvc.serve.replay import Replay, input_views, poison_others
+from pcgsvc.serve.prepared import PreparedCall
 from pcgsvc.serve.slots import NewToken
-from pcgsvc.serve.streams import CallOrder
 from pcgsvc.serve.summary import summary
-from pcgsvc.serve.weights import LoadedState, Weights
-
-logger = logging.getLogger(__name__)
+from pcgsvc.serve.weights import LoadedState
 
 
 class Runner:
@@ -70,6 +58,7 @@ class Runner:
             resolution,
             table.entries,
             uniform_query_len=config.capture.uniform_query_len,
+            max_padding=config.capture.max_padding,
             max_reqs=memory.max_reqs,
             skipped=table.skipped,
             predicate=model.predicate,
@@ -78,27 +67,11 @@ class Runner:
         """The KV blocks that callers may use; None for models without attention."""
         self.report = report
         """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
-        self._closed, self._at_close = False, at_close
+        self._at_close = at_close
         self._model_name = getattr(model.module, "__name__", type(model.module).__name__)
-        self._lock, self._process = threading.RLock(), os.getpid()
-        self._running = self._autocast_met = False
-        self._counts = CallCounts(config, self.dispatch, table)
-        static = memory.static_tensors if config.debug.check_addresses else None
-        self._weights = Weights(model.module, memory.tensors, static)
-        self._plain_calls: dict[int, tuple[CheckedBatch, bool, EntryKey | None]] = {}
-        """What calls without a batch are served by, by row count."""
-        self._inputs = InputBinder(model.arguments, memory)
-        clone = config.outputs is Outputs.CLONE
-        self._cloned = range(len(model.outputs.specs)) if clone else input_views(table, memory)
-        """The graph results that a call clones."""
-        self._depends_on = model.depends_on
-        self._ranks = model.ranks
-        self._poison, self._query_len = config.debug.poison, config.capture.uniform_query_len
-        self._device_type = memory.device.type
-        self._order = None if memory.stream is None else CallOrder(memory.stream)
-        self._replays: dict[EntryKey, Replay] = {}
-        is_done = None if self._order is None else self._order.is_done
-        model.ranks.serve(self.close, self._lock, is_done, check_calls=config.debug.check_calls)
+        self._calls = calls = Calls(config, model, memory, table, self.dispatch)
+        is_done = None if calls.order is None else calls.order.is_done
+        model.ranks.serve(self.close, calls.lock, is_done, check_calls=config.debug.check_calls)
 
     # -- calls --
 
@@ -122,47 +95,23 @@ class Runner:
             UncoveredError: no graph serves the call and `on_uncovered=error` or `strict=true`.
             StaleAddressError: a weight's memory was replaced since capture.
             PcgError: the runner is closed, or a splitting op of its own model called it.
+            PeerError: another process that runs the model is gone, or makes another call.
         """
-        with self.lock:
-            if self._running:
-                raise PcgError(
-                    "the runner was called by a splitting op of a call that it is still busy with; "
-                    "both would use the same buffers. Build another runner for the inner model."
-                )
-            self._running, grad = True, torch.is_grad_enabled()
-            if grad:
-                torch_private.set_grad(False)
-            try:
-                if self._counts.listeners:
-                    return self._counts.timed(self._call, args, kwargs, batch)
-                return self._call(args, kwargs, batch)
-            finally:
-                self._running = False
-                if grad:
-                    torch_private.set_grad(True)
+        return self._calls.guarded(self._calls.run, args, kwargs, batch)
 
-    def _call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch | CheckedBatch | None
-    ) -> Any:
-        self.ensure_open()
-        inputs, num_tokens = self._inputs.bind(args, kwargs)
-        checked, uniform, key = self._find(batch, num_tokens)
-        unlike = None
-        if self._depends_on:
-            unlike = unlike_traced(self._depends_on, self.memory.inputs, inputs)
-            key = key if unlike is None else None
-        if key is None:
-            self._counts.uncovered(checked, uniform, unlike)
-        self._weights.check()
-        self._ranks.before_call(num_tokens, "no graph" if key is None else key[0].value)
-        self._counts.calls[num_tokens, uniform] += 1
-        order = self._order
-        if order is None and not torch.is_autocast_enabled("cpu"):
-            return self._execute(key, inputs, checked, unlike)
-        if order is not None and torch_private.current_device() != order.index:
-            with torch.cuda.device(order.index):
-                return self._execute_apart(key, inputs, checked, unlike)
-        return self._execute_apart(key, inputs, checked, unlike)
+    def prepare(self, num_tokens: int, batch: Batch | CheckedBatch | None = None) -> PreparedCall:
+        """Return a call over the runner's own buffers, for loops that write them on the device.
+
+        Args:
+            num_tokens: rows of each of its steps.
+            batch: the requests of the first step; which entry serves them is fixed here.
+
+        Raises:
+            BatchError: the batch does not fit; nothing was touched.
+            UncoveredError: no graph serves it.
+            PcgError: the runner is closed, or busy with a call that this is a part of.
+        """
+        return PreparedCall(self._calls, num_tokens, batch)
 
     def plan(self, num_tokens: int, query_lens: Sequence[int] | None = None) -> Dispatch:
         """Return what a batch of `num_tokens` rows would run, and why; runs nothing.
@@ -226,14 +175,7 @@ class Runner:
         """
         with self.lock:
             self.ensure_open()
-            if self._order is None:
-                return self._weights.load(state, strict=strict)
-            with torch.cuda.device(self._order.index):
-                self._order.enter()
-                try:
-                    return self._weights.load(state, strict=strict)
-                finally:
-                    self._order.leave()
+            return self._calls.load(state, strict=strict)
 
     # -- inspection --
 
@@ -244,18 +186,7 @@ class Runner:
         Raises:
             PcgError: this process is a fork of the one that built the runner, and it uses CUDA.
         """
-        if self._process != os.getpid():
-            self._after_fork()
-        return self._lock
-
-    def _after_fork(self) -> None:
-        """Take a new lock: the thread that may hold the old one is not in this process."""
-        if not self._closed and self.memory.stream is not None:
-            raise PcgError(
-                f"the runner was built in process {self._process}, of which this one is a fork; "
-                "CUDA does not work here. Start processes by 'spawn' and build a runner in each."
-            )
-        self._lock, self._process, self._running = threading.RLock(), os.getpid(), False
+        return self._calls.lock
 
     def stats(self) -> dict[str, Any]:
         """Return what was called and what served it; saved as JSON, it is a traffic file.
@@ -266,39 +197,34 @@ class Runner:
             kind of batch. rows, padding_rows: what ran. padding_share: padding rows by all rows.
         """
         with self.lock:
-            return self._counts.stats()
+            return self._calls.counts.stats()
 
     def time_calls(self, listener: Callable[[float], None]) -> None:
         """Have a function told each call's seconds, under the lock; CUDA's until launched."""
         with self.lock:
-            self._counts.listeners.append(listener)
+            self._calls.counts.listeners.append(listener)
 
     def reset_stats(self) -> None:
         """Forget all counts, so that `stats()` speaks of what follows."""
         with self.lock:
-            self._counts.reset()
+            self._calls.counts.reset()
 
     def __repr__(self) -> str:
         """Return five lines: model, modes, sizes, graphs, warm or cold."""
-        return summary(self._model_name, self.report, is_closed=self._closed)
+        return summary(self._model_name, self.report, is_closed=self._calls.is_closed)
 
     # -- life --
 
     def close(self) -> None:
         """Free graphs, pool, buffers and KV cache; twice is fine."""
         with self.lock:
-            if self._closed:
+            if self._calls.is_closed:
                 return
-            self._closed = True
-            self._counts.log_totals()
-            if self._order is not None:
-                self._order.synchronize()
-            self._replays.clear()
+            self._calls.close()
             self.table.entries.clear()
             self.memory.close()
-            self._plain_calls.clear()
             self._at_close()
-            del self.request, self.model, self.memory, self.table, self._weights, self._inputs
+            del self.request, self.model, self.memory, self.table
 
     def __enter__(self) -> Runner:
         """Return self; the runner is closed at the end of the block."""
@@ -318,132 +244,4 @@ class Runner:
 
     def ensure_open(self) -> None:
         """Raise PcgError if the runner is closed."""
-        if self._closed:
-            raise PcgError("the runner is closed; build another one.")
-
-    # -- one step --
-
-    def _find(
-        self, batch: Batch | CheckedBatch | None, num_tokens: int
-    ) -> tuple[CheckedBatch, bool, EntryKey | None]:
-        """Return the checked batch, whether it is uniform, and the entry that serves it.
-
-        What a call without a batch means is worked out once per row count.
-        """
-        if batch is None:
-            found = self._plain_calls.get(num_tokens)
-            if found is not None:
-                return found
-        checked = self._check(batch, num_tokens)
-        uniform = self.dispatch.is_uniform(checked.query_lens)
-        key = self.dispatch.find(num_tokens, len(checked.query_lens), uniform)
-        if batch is None and num_tokens <= self.memory.max_tokens:
-            checked.images = {}
-            self._plain_calls[num_tokens] = checked, uniform, key
-        return checked, uniform, key
-
-    def _check(self, batch: Batch | CheckedBatch | None, num_tokens: int) -> CheckedBatch:
-        if isinstance(batch, CheckedBatch):
-            if batch.num_tokens != num_tokens:
-                raise BatchError(
-                    f"batch: of {batch.num_tokens} rows; the inputs have {num_tokens}."
-                )
-            return batch
-        checked = check_batch(batch, num_tokens, self.memory.geometry)
-        if batch is not None and batch.block_tables is None:
-            refuse_lost_context(checked)
-        return checked
-
-    def _execute_apart(
-        self,
-        key: EntryKey | None,
-        inputs: dict[str, torch.Tensor],
-        batch: CheckedBatch,
-        unlike: str | None,
-    ) -> Any:
-        """Execute after the call before, and outside the caller's autocast."""
-        order = self._order
-        if order is not None:
-            order.enter()
-        try:
-            if not torch.is_autocast_enabled(self._device_type):
-                return self._execute(key, inputs, batch, unlike)
-            if not self._autocast_met:
-                logger.warning("called under torch.autocast, which a runner does not follow")
-                self._autocast_met = True
-            with torch.autocast(self._device_type, enabled=False):
-                return self._execute(key, inputs, batch, unlike)
-        finally:
-            if order is not None:
-                order.leave()
-
-    def _execute(
-        self,
-        key: EntryKey | None,
-        inputs: dict[str, torch.Tensor],
-        batch: CheckedBatch,
-        unlike: str | None,
-    ) -> Any:
-        if key is not None:
-            results = self._replay(key, inputs, batch)
-        elif unlike is None and self.dispatch.is_valid(batch.num_tokens):
-            results = self._run_uncaptured(inputs, batch)
-        else:
-            return self._run_itself(inputs, batch)
-        for at in self._cloned:
-            results[at] = results[at].clone()
-        return self.model.outputs.build(results, inputs)
-
-    def _replay(
-        self,
-        key: EntryKey,
-        inputs: dict[str, torch.Tensor],
-        batch: CheckedBatch,
-    ) -> list[torch.Tensor]:
-        replay = self._replays.get(key)
-        if replay is None:
-            entry = self.table.entries[key]
-            replay = self._replays[key] = Replay(key, entry, self.model)
-        size, rows = replay.size, batch.num_tokens
-        if self._poison:
-            poison_others(self.table, replay.entry)
-        self.memory.load(inputs, rows, size)
-        if replay.reads_metadata:
-            query_len = self._query_len if replay.uniform else None
-            context = self.memory.context(batch, size, query_len, in_full_graph=replay.is_full)
-            token = set_context(context)
-            try:
-                for step in replay.steps:
-                    step()
-            finally:
-                reset_context(token)
-        else:
-            for step in replay.steps:
-                step()
-        counts = self._counts
-        counts.hits[replay.name] += 1
-        counts.rows += rows
-        counts.padded += size - rows
-        return replay.results(rows)
-
-    def _run_uncaptured(
-        self, inputs: dict[str, torch.Tensor], batch: CheckedBatch
-    ) -> list[torch.Tensor]:
-        """Run the program without graphs."""
-        memory, rows = self.memory, batch.num_tokens
-        device = memory.device
-        inputs = {s.name: s.laid_out(inputs[s.name].to(device)) for s in memory.inputs}
-        self._counts.rows += rows
-        with use_context(self.memory.unpadded_context(batch)):
-            program = self.model.program.for_size(rows)
-            return program.run(memory.values(inputs, rows), Direct())
-
-    def _run_itself(self, inputs: dict[str, torch.Tensor], batch: CheckedBatch) -> Any:
-        """Return what the module itself gives, for a call that the program is not valid for.
-
-        Nothing of the trace may be put around it: its result may have another structure.
-        """
-        moved = {k: v.to(self.memory.device) for k, v in inputs.items()}
-        self._counts.rows += batch.num_tokens
-        with use_context(self.memory.unpadded_context(batch)):
-            return self.model.module(**moved, **self.model.arguments.constants)
+        self._calls.ensure_open()

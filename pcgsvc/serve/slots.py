@@ -7,6 +7,7 @@ serving engine: nothing waits here, nothing is evicted, and who starts when is t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections import deque
@@ -16,10 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pcgsvc.errors import BatchError, ConfigError, PcgError
+from pcgsvc.errors import BatchError, ConfigError, PcgError, UncoveredError
 from pcgsvc.events import span
 from pcgsvc.forward.batch import Batch
 from pcgsvc.forward.sampling import Sampling
+from pcgsvc.serve.prepared import PreparedCall
 from pcgsvc.serve.sampling import choose
 from pcgsvc.serve.steps import StepRunner, largest_step
 from pcgsvc.serve.text import TextStream
@@ -135,6 +137,8 @@ class Slots:
         """Those that hold a slot, in the order in which they were started; not to be changed."""
         self._free = list(range(self.max_requests - 1, -1, -1))
         self._tables = np.zeros((self.max_requests, geometry.blocks_per_request), np.int64)
+        self._decode: dict[int, PreparedCall | None] = {}
+        """By row count, the steps of one token each; None: no graph serves them."""
 
     # -- one continuation --
 
@@ -296,14 +300,29 @@ class Slots:
             seq_lens=lens,
             block_tables=self._tables[[c._slot for c, _ in rows], :width],
         )
-        device = self._runner.memory.device
-        logits = self._runner(
-            torch.tensor(ids, device=device), torch.tensor(positions, device=device), batch=batch
-        )
+        logits = self._logits([torch.tensor(ids), torch.tensor(positions)], batch)
         if not at_end:
             return []
-        ends = np.cumsum(batch.query_lens)[at_end] - 1
+        device, ends = logits.device, np.cumsum(batch.query_lens)[at_end] - 1
         return choose(logits[torch.from_numpy(ends).to(device)], [rows[at][0] for at in at_end])
+
+    def _logits(self, inputs: Sequence[torch.Tensor], batch: Batch) -> torch.Tensor:
+        """Run a step; one of a token each, which comes again and again, by a prepared call."""
+        rows, runner = len(inputs[0]), self._runner
+        is_decode = rows == len(batch.query_lens)
+        call = self._decode.get(rows) if is_decode else None
+        if call is not None:
+            call.update(batch)
+        elif is_decode and rows not in self._decode:
+            with contextlib.suppress(UncoveredError):
+                call = runner.prepare(rows, batch)
+            self._decode[rows] = call
+        if call is None:
+            return runner(*[t.to(runner.memory.device) for t in inputs], batch=batch)
+        for buffer, values in zip(call.inputs.values(), inputs, strict=True):
+            buffer.copy_(values)
+        logits: torch.Tensor = call.step()
+        return logits
 
     def run(self, waiting: Iterable[Continuation]) -> Iterator[list[NewToken]]:
         """Run continuations of any number, in order, and yield what each step gave.

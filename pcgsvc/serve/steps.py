@@ -15,6 +15,7 @@ from pcgsvc.forward.batch import Batch, CheckedBatch
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.serve.blocks import BlockAllocator
+from pcgsvc.serve.prepared import PreparedCall
 
 
 class StepRunner(Protocol):
@@ -37,6 +38,9 @@ class StepRunner(Protocol):
         self, *args: torch.Tensor, batch: Batch | CheckedBatch | None = None
     ) -> torch.Tensor:
         """Run one step; see `Runner.__call__`."""
+
+    def prepare(self, num_tokens: int, batch: Batch | CheckedBatch | None = None) -> PreparedCall:
+        """Return a call over the runner's own buffers; see `Runner.prepare`."""
 
 
 def largest_step(runner: StepRunner) -> int:

@@ -24,7 +24,8 @@ class CallOrder:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.index = stream.device.index
         """Of the device."""
-        self._stream, self._raw = stream, stream.cuda_stream
+        self._stream, self.raw = stream, stream.cuda_stream
+        """The last call's stream, and its handle."""
         self._event = torch.cuda.Event()
         self._is_external = False
         """Whether the last stream is not torch's: its owner may destroy it, and its handle may come
@@ -42,10 +43,10 @@ class CallOrder:
                 "the runner was called while its caller's stream is being captured into another "
                 "CUDA graph. Capture what is around the call, and call the runner between graphs."
             )
-        if raw != self._raw or self._is_external:
+        if raw != self.raw or self._is_external:
             if not self._is_external:
                 self._event.record(self._stream)
-            self._stream, self._raw = torch.cuda.current_stream(self.index), raw
+            self._stream, self.raw = torch.cuda.current_stream(self.index), raw
             self._stream.wait_event(self._event)
             self._is_external = torch_private.is_external_stream(self._stream)
 

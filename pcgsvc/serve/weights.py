@@ -24,7 +24,8 @@ from pcgsvc.forward.objects import global_places, places_of
 # Not of buffers: a forward may assign those, and Dynamo would trace the hook into another's graph.
 _HOOKS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
 _TURN = 8
-"""Tensors, or places that hold some, that are compared at each call."""
+"""Addresses of tensors that are compared at each call. How a tensor's elements are laid out, and a
+place that holds some, change without torch's telling even more rarely: two of each."""
 
 
 class LoadedState(NamedTuple):
@@ -69,12 +70,11 @@ class Weights:
         self._memory = [t.untyped_storage() for t in dense.values()]
         """Keeps what the graphs read alive, whatever becomes of the tensors."""
         located = [where for _, where in self._located]
-        count = max(len(located), len(compared), 1)
-        self._turns = itertools.cycle(
-            [(compared[at : at + _TURN], located[at : at + _TURN]), (always, [])]
-            for at in range(0, count, _TURN)
-        )
-        self._whole = [(compared, located)]
+        addresses = [(tensor, address) for tensor, address, _, _ in located]
+        parts = _chunks(compared, 2), _chunks(addresses, _TURN), _chunks(located, 2)
+        turns = [[part[at % len(part)] for part in parts] for at in range(max(map(len, parts)))]
+        self._turns = itertools.cycle([(always + held, *others) for held, *others in turns])
+        self._whole = compared, addresses, located
         self._suspect = True
         """Whether all is to be compared: at first, and when torch tells that something was put into
         a watched module."""
@@ -91,7 +91,7 @@ class Weights:
 
         All of them at the first call, when torch tells that something was registered in one of the
         modules (`module.weight = …`), and at every call under `debug.check_addresses`; else what
-        torch tells nothing of, and `_TURN` of all, in turn: what changes behind torch's back
+        torch tells nothing of, and some of all, in turn: what changes behind torch's back
         (`param.data = …`) is noticed some calls later. Until then the graphs read the old values,
         whose memory is kept. Nothing is copied and the device is not asked.
 
@@ -99,17 +99,16 @@ class Weights:
             StaleAddressError: naming the tensor that was replaced.
         """
         whole = self._suspect or self._static is not None
-        for compared, located in self._whole if whole else next(self._turns):
-            for get, key, value in compared:
-                if get(key) is not value:
-                    self._refuse()
-            for tensor, address, stride, shape in located:
-                if (
-                    tensor.data_ptr() != address
-                    or tensor.stride() != stride
-                    or tensor.shape != shape
-                ):
-                    self._refuse()
+        compared, addresses, located = self._whole if whole else next(self._turns)
+        for get, key, value in compared:
+            if get(key) is not value:
+                self._refuse()
+        for tensor, address in addresses:
+            if tensor.data_ptr() != address:
+                self._refuse()
+        for tensor, _, stride, shape in located:
+            if tensor.stride() != stride or tensor.shape != shape:
+                self._refuse()
         self._suspect = False
         if self._static is not None and self._moved():
             self._refuse()
@@ -162,6 +161,10 @@ def _tell(watch: weakref.WeakMethod[Any], args: tuple[Any, ...]) -> None:
     listener = watch()
     if listener is not None:
         listener(args[0])
+
+
+def _chunks(items: list[Any], count: int) -> list[list[Any]]:
+    return [items[at : at + count] for at in range(0, len(items), count)] or [[]]
 
 
 def _where(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.Size]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ class Point:
     """Padding rows by all rows that run."""
     step_us: float
     """Mean time of a call."""
+    uncovered: int
+    """Calls that no graph serves."""
     num_graphs: int | None
     """None: no report says how many a size makes."""
     memory_bytes: int | None
@@ -163,6 +165,7 @@ def plan_sizes(
             sizes=sorted(sizes),
             padding_share=expected.padding_share,
             step_us=expected.step_us,
+            uncovered=round(expected.uncovered),
             num_graphs=None if memory is None else memory.graphs(sizes),
             memory_bytes=None if memory is None else memory.at(sizes),
         )
@@ -172,7 +175,10 @@ def plan_sizes(
         point([int(candidates[i]) for i in optimum.chosen]) for optimum in best_sizes(kinds, wanted)
     ]
     least = forecast.of([int(c) for c in candidates]).step_us
-    at, why = _knee([p.step_us for p in points], least, sizing.min_gain)
+    # What a call too far from its size costs without a graph is not known: it counts as padded.
+    padded = Forecast(traffic, replace(service, max_padding=None), cost)
+    times = [padded.of(p.sizes).step_us for p in points]
+    at, why = _knee(times, least, sizing.min_gain)
     notes = [] if traffic.simulation is None else list(traffic.simulation.notes)
     if sizing.count is not None:
         at, why = min(sizing.count, len(points)) - 1, f"sizing.count={sizing.count}"
@@ -182,8 +188,13 @@ def plan_sizes(
             f"{wanted}"
         )
     notes += _notes(candidates, cost, uncovered, traffic.num_calls, max_size)
-    largest = int(candidates[-1])
-    named = {"powers of two": _powers(largest), "default schedule": schedule(largest)}
+    if (far := points[at].uncovered - uncovered) > 0:
+        notes.append(
+            f"{far} of {traffic.num_calls} calls run without a graph, since their next size is "
+            f"farther than capture.max_padding={service.max_padding} lets them be padded"
+        )
+    largest, query_len = int(candidates[-1]), service.query_len
+    named = {"powers of two": _powers(largest), "default schedule": schedule(largest, query_len)}
     return SizePlan(
         traffic=traffic,
         cost=cost,

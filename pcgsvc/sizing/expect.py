@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pcgsvc.config import Config, Mode
-from pcgsvc.ops.modes import has_own_uniform, resolve_mode
+from pcgsvc.ops.modes import fewest_rows, has_own_uniform, resolve_mode
 from pcgsvc.ops.support import Support
 from pcgsvc.sizing.cost import Floats, StepCost
 from pcgsvc.sizing.traffic import Traffic
@@ -33,6 +33,8 @@ class Service:
     """Rows per request of a uniform batch."""
     max_reqs: int | None = None
     """Most requests of a captured batch; None: as many as the largest size has rows."""
+    max_padding: int | None = None
+    """How far calls are padded, as `capture.max_padding` has it; None: to any size."""
 
     @property
     def modes(self) -> list[Mode]:
@@ -73,6 +75,7 @@ def service_of(config: Config, support: Support | None) -> Service:
         mixed=resolution.mixed,
         query_len=config.capture.uniform_query_len,
         max_reqs=config.attention.max_num_reqs,
+        max_padding=config.capture.max_padding,
     )
 
 
@@ -131,16 +134,16 @@ class Forecast:
         service = self._service
         found = np.zeros(len(rows), dtype=np.int64)
         if service.mixed is not Mode.NONE:
-            found = _ceil(rows, sizes)
+            found = self._next_size(rows, sizes)
         full = (found > 0) & (service.mixed is Mode.FULL)
         if uniform and service.own_uniform:
-            own = _ceil(rows, sizes[sizes % service.query_len == 0])
+            own = self._next_size(rows, sizes[sizes % service.query_len == 0])
             found, full = np.where(own > 0, own, found), full | (own > 0)
         served = service.serves(uniform, rows)
         return np.where(served, found, 0), full & served
 
-
-def _ceil(rows: Ints, sizes: Ints) -> Ints:
-    """Return the smallest size that holds each row count, or 0."""
-    at = np.searchsorted(sizes, rows)
-    return np.append(sizes, 0)[at]
+    def _next_size(self, rows: Ints, sizes: Ints) -> Ints:
+        """Return the smallest size that holds each row count, or 0: there is none, or too far."""
+        limit, at = self._service.max_padding, np.searchsorted(sizes, rows)
+        fewest = [0 if limit is None else fewest_rows(size, limit) for size in sizes.tolist()]
+        return np.where(rows >= np.append(fewest, 0)[at], np.append(sizes, 0)[at], 0)

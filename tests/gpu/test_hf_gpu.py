@@ -38,3 +38,11 @@ def test_experts_in_bfloat16_are_captured_as_one_grouped_product() -> None:
         (got,) = forced_logits(runner, [TEXT], [9])
         assert set(runner.stats()["hits"]) == {"piecewise:16", "full:1"}
     assert torch.isfinite(got).all()
+
+
+def test_a_model_without_experts_runs_in_bfloat16() -> None:
+    words = ["model=hf", "model.config=tiny-llama", "attention=triton", "compiler=eager"]
+    words += ["device=cuda", "dtype=bfloat16", "capture.sizes=[1,16]", "cache.mode=off"]
+    with pcgsvc.load_runner(words) as runner:  # self-check and reference check included
+        (got,) = forced_logits(runner, [TEXT], [9])
+    assert torch.isfinite(got).all()

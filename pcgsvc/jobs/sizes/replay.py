@@ -101,6 +101,7 @@ def _expected(runner: Runner, traffic: Traffic) -> float:
         mixed=Mode(mode["mixed"]),
         query_len=config.capture.uniform_query_len,
         max_reqs=runner.memory.max_reqs,
+        max_padding=config.capture.max_padding,
     )
     sizes = [] if config.capture.graphs is Graphs.OFF else config.capture.final_sizes
     return Forecast(traffic, service, modelled(0.0, 1.0)).of(sizes).padding_share

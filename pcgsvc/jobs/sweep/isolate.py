@@ -25,9 +25,7 @@ from typing import Any
 from pcgsvc.config import Config, to_dict
 from pcgsvc.jobs.sweep import child
 from pcgsvc.jobs.sweep.outcome import FAILED, Outcome
-
-OUTPUT = "output.txt"
-"""What a job prints, in its folder."""
+from pcgsvc.jobs.sweep.records import OUTPUT
 
 _TICK = 0.02
 """Seconds between two looks at the process: how late its end may be seen."""

@@ -1,6 +1,7 @@
 """What is known of each job of a sweep, on disk, in whichever process it ran.
 
-In: a sweep's folder. Out: a `Record` per job. Knows nothing of Hydra, processes or reports.
+In: a sweep's folder, and what launchers bring home from others. Out: a `Record` per job. Knows
+nothing of Hydra or processes.
 
 A record is written as `running` before its job starts and again when it ends, so that a job whose
 process was lost has left a trace.
@@ -10,14 +11,18 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pcgsvc.report.files import write_json
+from pcgsvc.report.files import write_json, write_whole
 
 NAME = "job.json"
 """A record's file, in its job's folder."""
+REPORT = "report.json"
+"""A job's report there."""
+OUTPUT = "output.txt"
+"""What a job prints, there."""
 
 
 class Status(enum.StrEnum):
@@ -41,6 +46,8 @@ class Record:
     overrides: list[str]
     folder: str
     """Absolute."""
+    host: str | None = None
+    """Name of the machine that ran it; None: it was never begun."""
     status: Status = Status.RUNNING
     reason: str | None = None
     """What went wrong; None if nothing did."""
@@ -54,13 +61,50 @@ class Record:
     """Absolute path of what it printed; None: it printed into the sweep's own output."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    """What a job of a sweep gives back through its launcher."""
+
+    record: Record
+    place: str
+    """Its folder, below the sweep's."""
+    files: dict[str, bytes]
+    """Its report and the end of its output, under their names in that folder."""
+    value: int | float | list[float]
+    """For the sweeper."""
+
+
+def keep(returned: Returned, folder: Path) -> None:
+    """Write what a job of another machine gave back; a job that shares the folder has done so.
+
+    Args:
+        returned: by the job.
+        folder: of the sweep, on this machine.
+    """
+    record, here = returned.record, folder / returned.place
+    if _read(here / NAME) == record:
+        return
+    here.mkdir(parents=True, exist_ok=True)
+    for name, content in returned.files.items():
+        write_whole(here / name, content)
+    report, output = (
+        str(here / name) if name in returned.files else None for name in (REPORT, OUTPUT)
+    )
+    write_record(replace(record, folder=str(here), report=report, output=output))
+
+
 def write_record(record: Record) -> None:
     """Write a job's record into its folder."""
     write_json(Path(record.folder) / NAME, asdict(record))
 
 
 def read_records(
-    folder: Path, sweep: str, overrides: Sequence[list[str]] | None, *, interrupted: bool
+    folder: Path,
+    sweep: str,
+    overrides: Sequence[list[str]] | None,
+    lost: Mapping[int, Record],
+    *,
+    interrupted: bool,
 ) -> list[Record]:
     """Return a record per job, by number; jobs that left none are `NOT_RUN`.
 
@@ -68,6 +112,7 @@ def read_records(
         folder: of the sweep.
         sweep: which one; records of others are passed over.
         overrides: of each expected job; None: take those that left a record.
+        lost: the jobs that gave nothing back, by number, with the reason.
         interrupted: whether the sweep was ended from outside.
     """
     ended = "the sweep was interrupted" if interrupted else None
@@ -81,6 +126,9 @@ def read_records(
             reason = ended or "the process that ran it ended without a word"
             record = replace(record, status=status, reason=reason)
         found[record.number] = record
+    for number, record in lost.items():
+        begun = found.get(number, record)
+        found[number] = replace(begun, status=record.status, reason=record.reason)
     for number, words in enumerate(overrides or []):
         missing = Record(
             sweep=sweep,

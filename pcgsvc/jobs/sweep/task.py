@@ -1,7 +1,8 @@
 """What Hydra calls for each job: a single one here, one of a sweep apart from the others.
 
 In: a composed job, while Hydra's own settings for it are in force. Out: its exit code; a sweep's
-job leaves its record too. May run in a process of a launcher's (joblib, submitit).
+job leaves its record in its folder and returns it too. May run in a process of a launcher's, also
+on another machine (joblib, Ray, submitit).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +22,15 @@ from omegaconf import DictConfig, OmegaConf
 from pcgsvc.config.compose import from_tree
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.sweep.isolate import run_isolated
+from pcgsvc.jobs.sweep.objective import result_of
 from pcgsvc.jobs.sweep.outcome import BAD_CONFIG, FAILED, OK, Outcome, perform
-from pcgsvc.jobs.sweep.records import Record, Status, write_record
+from pcgsvc.jobs.sweep.records import OUTPUT, REPORT, Record, Returned, Status, write_record
 
 logger = logging.getLogger(__name__)
+
+
+_MOST_OUTPUT = 1 << 20
+"""Bytes of a job's output, its last ones, that come back from another machine."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +42,22 @@ class Membership:
     """Number of its jobs; None: only the sweeper knows."""
 
 
-def run_task(composed: DictConfig, membership: Membership | None) -> Outcome:
-    """Run one job; `membership` is None for a job that is no part of a sweep."""
-    if membership is None:
-        return _run(composed, may_isolate=False)
+def run_task(composed: DictConfig) -> int:
+    """Run a job that is no part of a sweep; return its exit code."""
+    return _run(composed, may_isolate=False).code
+
+
+def run_member(composed: DictConfig, membership: Membership) -> Returned:
+    """Run one job of a sweep."""
     hydra = HydraConfig.get()
     record = Record(
         sweep=membership.sweep,
         number=hydra.job.num,
         overrides=list(hydra.overrides.task),
         folder=hydra.runtime.output_dir,
+        host=socket.gethostname(),
     )
-    (Path(record.folder) / "report.json").unlink(missing_ok=True)  # of an earlier sweep
+    (Path(record.folder) / REPORT).unlink(missing_ok=True)  # of an earlier sweep
     write_record(record)
     started = time.perf_counter()
     outcome = _run(composed, may_isolate=True)
@@ -61,7 +72,18 @@ def run_task(composed: DictConfig, membership: Membership | None) -> Outcome:
     )
     write_record(record)
     _log(record, membership.total)
-    return outcome if outcome.code == OK else replace(outcome, code=FAILED)
+    files = {REPORT: outcome.report, OUTPUT: outcome.output}
+    return Returned(
+        record=record,
+        place=str(hydra.sweep.subdir),
+        files={name: _end_of(Path(path), name) for name, path in files.items() if path},
+        value=result_of(outcome.code, outcome.report, composed.sweep.objective),
+    )
+
+
+def _end_of(path: Path, name: str) -> bytes:
+    content = path.read_bytes()
+    return content if name == REPORT else content[-_MOST_OUTPUT:]
 
 
 def _run(composed: DictConfig, *, may_isolate: bool) -> Outcome:
@@ -74,8 +96,8 @@ def _run(composed: DictConfig, *, may_isolate: bool) -> Outcome:
         logger.error("%s", reason)
         return Outcome(code=BAD_CONFIG, reason=reason)
     folder = Path(hydra.runtime.output_dir)
-    with contextlib.chdir(hydra.runtime.cwd):  # paths mean what the shell meant
-        report = Path(config.report).absolute() if config.report else folder / "report.json"
+    with _in_folder(hydra.runtime.cwd):
+        report = Path(config.report).absolute() if config.report else folder / REPORT
         if not (may_isolate and config.sweep.isolate):
             return perform(config, report, verbose=bool(hydra.verbose))
         verbose, logs = _plain(hydra.verbose), _plain(hydra.job_logging)
@@ -84,6 +106,11 @@ def _run(composed: DictConfig, *, may_isolate: bool) -> Outcome:
         except OSError as error:  # no memory for a process, no room for its output
             reason = f"the job's process cannot be started: {error}"
             return Outcome(code=FAILED, reason=reason)
+
+
+def _in_folder(name: str) -> contextlib.AbstractContextManager[None]:
+    """Let paths mean what the shell meant, unless another machine has no such folder."""
+    return contextlib.chdir(name) if Path(name).is_dir() else contextlib.nullcontext()
 
 
 def _plain(value: Any) -> Any:

@@ -28,10 +28,11 @@ from rich.markup import escape
 from pcgsvc.config.compose import Command
 from pcgsvc.errors import ConfigError
 from pcgsvc.events import Progress
-from pcgsvc.jobs.sweep.objective import result_of, write_best
+from pcgsvc.jobs.sweep.launchers import taking_from
+from pcgsvc.jobs.sweep.objective import write_best
 from pcgsvc.jobs.sweep.outcome import FAILED, OK
-from pcgsvc.jobs.sweep.records import Record, Status, read_records
-from pcgsvc.jobs.sweep.task import Membership, run_task
+from pcgsvc.jobs.sweep.records import Record, Returned, Status, keep, read_records
+from pcgsvc.jobs.sweep.task import Membership, run_member
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.differences import differing_overrides
 from pcgsvc.report.progress import progress_for
@@ -51,7 +52,7 @@ def run_sweep(
     launch: Callable[[Task, str], None],
     complain: Callable[[Exception], object],
 ) -> int:
-    """Run a sweep; its table and its exit code come from what the jobs left on disk.
+    """Run a sweep; its table and its exit code come from what the jobs left and gave back.
 
     Args:
         command: as composed.
@@ -65,13 +66,12 @@ def run_sweep(
     total = None if command.overrides is None else len(command.overrides)
     membership = Membership(uuid.uuid4().hex, total)
 
-    # A launcher may send it to another process.
-    def task(composed: DictConfig) -> int | float | list[float]:
-        outcome = run_task(composed, membership)
-        return result_of(outcome.code, outcome.report, composed.sweep.objective)
+    # A launcher may send it to another process, on another machine.
+    def task(composed: DictConfig) -> Returned:
+        return run_member(composed, membership)
 
     error: BaseException | None = None
-    with term_interrupts(), watching(total) as watch:
+    with term_interrupts(), watching(membership) as watch:
         try:
             launch(task, _CALLBACK)
         except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - raised after the table
@@ -80,7 +80,11 @@ def run_sweep(
     if watch.folder is not None and watch.folder.is_dir():
         interrupted = isinstance(error, KeyboardInterrupt)
         records = read_records(
-            watch.folder, membership.sweep, command.overrides, interrupted=interrupted
+            watch.folder,
+            membership.sweep,
+            command.overrides,
+            watch.lost,
+            interrupted=interrupted,
         )
         code = _show(records, watch.folder)
     if isinstance(error, Exception) and code is not None:  # it broke in the midst of its jobs
@@ -112,26 +116,51 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 class Watch(Callback):
-    """Notes a sweep's folder; draws a bar where jobs run one by one and print nothing here."""
+    """Notes a sweep's folder and what its jobs give back.
 
-    def __init__(self, total: int | None, stack: contextlib.ExitStack) -> None:
+    Draws a bar where jobs run one by one and print nothing here.
+    """
+
+    def __init__(self, membership: Membership, stack: contextlib.ExitStack) -> None:
         self.folder: Path | None = None
         """Absolute; None: Hydra has not come so far."""
-        self._total, self._stack = total, stack
+        self.lost: dict[int, Record] = {}
+        """Jobs that gave nothing back, by number, with the reason."""
+        self._membership, self._stack = membership, stack
         self._progress: Progress | None = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """See `Callback`; Hydra has resolved the sweep's folder."""
         self.folder = Path(config.hydra.sweep.dir).absolute()
-        one_by_one = config.hydra.launcher._target_.endswith(f".{BasicLauncher.__name__}")
-        if self._total is not None and one_by_one and config.sweep.isolate:
+        launcher, total = config.hydra.launcher._target_, self._membership.total
+        self._stack.enter_context(taking_from(launcher, self._take))
+        if (
+            total is not None
+            and launcher.endswith(f".{BasicLauncher.__name__}")
+            and config.sweep.isolate
+        ):
             self._progress = self._stack.enter_context(progress_for(console()))
-            self._progress.start("sweep", self._total)
+            self._progress.start("sweep", total)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Count a job."""
         if self._progress is not None:
             self._progress.advance()
+
+    def _take(self, number: int, overrides: list[str], given: Returned | Exception) -> None:
+        """Keep what a job gave back, or why it gave nothing."""
+        assert self.folder is not None
+        if isinstance(given, Returned):
+            keep(given, self.folder)
+            return
+        self.lost[number] = Record(
+            sweep=self._membership.sweep,
+            number=number,
+            overrides=overrides,
+            folder=str(self.folder),
+            status=Status.FAILED,
+            reason=f"lost: {type(given).__name__}: {str(given).strip()}",
+        )
 
     def __reduce__(self) -> tuple[type[Callback], tuple[()]]:
         """Be nothing in another process."""
@@ -144,10 +173,10 @@ def current() -> Callback:
 
 
 @contextlib.contextmanager
-def watching(total: int | None) -> Iterator[Watch]:
+def watching(membership: Membership) -> Iterator[Watch]:
     """Yield a watch that Hydra will find; the bar is gone at the end of the block."""
     with contextlib.ExitStack() as stack:
-        watch = Watch(total, stack)
+        watch = Watch(membership, stack)
         stack.callback(_CURRENT.reset, _CURRENT.set(watch))
         yield watch
 
@@ -190,6 +219,7 @@ def _rows(records: Sequence[Record], folder: Path) -> list[Row]:
                 output=_within(record.output, folder),
                 wall_s=record.seconds or None,
                 peak_host_bytes=record.peak_host_bytes,
+                host=record.host,
                 facts=facts,
             )
         )

@@ -176,10 +176,8 @@ def _experts_note(
     config: Config, source: Source, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     """Say where a plan's experts differ from those of a run on the device that it is for."""
-    text = source.config.get_text_config(decoder=True)
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
     here, there = (weights.experts_for(d, dtype) for d in (device, device_of(config)))
-    if here == there or not any(getattr(text, name, None) for name in names):
+    if here == there or not weights.has_experts(source.config):
         return []
     return [
         f"experts: planned as {here}, since {there} has no form for the CPU's tensors; a run uses "

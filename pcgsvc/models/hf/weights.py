@@ -45,6 +45,18 @@ def experts_for(device: torch.device, dtype: torch.dtype) -> str:
     return "batched_mm"
 
 
+def has_experts(config: Any) -> bool:
+    """Whether a transformers config is of a mixture of experts."""
+    text = config.get_text_config(decoder=True)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return any(getattr(text, name, None) for name in names)
+
+
+def _experts_option(config: Any, experts: str) -> dict[str, Any]:
+    """Return the option for how experts run; transformers takes none for models without them."""
+    return {"experts_implementation": experts} if has_experts(config) else {}
+
+
 def make(
     source: Source, attention: str, experts: str, *, device: torch.device, dtype: torch.dtype
 ) -> Any:
@@ -60,8 +72,8 @@ def make(
                 copy.deepcopy(source.config),
                 dtype=dtype,
                 attn_implementation=attention,
-                experts_implementation=experts,
                 trust_remote_code=False,
+                **_experts_option(source.config, experts),
             )
     except Exception as error:
         raise source.refuse(_why_not(error, attention)) from error
@@ -113,7 +125,9 @@ def _load(
     """Return the model with the weights of `source.path`; every parameter comes from there."""
     start = time.perf_counter()
     transformers = require("transformers", "hf")
-    options: dict[str, Any] = {"gguf_file": source.gguf} if source.gguf else {}
+    options: dict[str, Any] = _experts_option(source.config, experts)
+    if source.gguf:
+        options["gguf_file"] = source.gguf
     try:
         with _quiet(transformers):
             model, about = transformers.AutoModelForCausalLM.from_pretrained(
@@ -121,7 +135,6 @@ def _load(
                 config=copy.deepcopy(source.config),
                 dtype=dtype,
                 attn_implementation=attention,
-                experts_implementation=experts,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,

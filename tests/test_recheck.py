@@ -1,0 +1,207 @@
+"""Difference checks: they accept, give and refuse what `check_batch` does, batch after batch."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pcgsvc.errors import BatchError
+from pcgsvc.forward.batch import (
+    Batch,
+    CacheGeometry,
+    CheckedBatch,
+    StepBuffers,
+    check_batch,
+    refuse_lost_context,
+)
+from pcgsvc.forward.recheck import BatchChecker
+
+CACHE = CacheGeometry(block_size=4, num_blocks=40, scratch_blocks=7, max_model_len=24)
+CPU = torch.device("cpu")
+REQS, WIDTH, LONGEST = 4, 6, 24
+
+EVIL: list[Any] = [0, -1, 1.0, True, np.int64(3), float("nan"), None, "2", 99, 25]
+"""Lengths and blocks that are refused, or are equal to such as are not."""
+
+
+def outcome(check: Any, *args: Any) -> Any:
+    """Return what a check gives, as plain values, or what it raises."""
+    try:
+        batch: CheckedBatch = check(*args)
+    except BatchError as error:
+        return str(error)
+    arrays = (batch.owners, batch.positions, batch.block_tables, batch.slot_mapping)
+    found = [None if array is None else array.tolist() for array in arrays]
+    return [batch.query_lens, batch.seq_lens, batch.num_tokens, *found, dict(batch.extras)]
+
+
+def full(batch: Batch, num_tokens: int, cache: CacheGeometry | None) -> CheckedBatch:
+    checked = check_batch(batch, num_tokens, cache)
+    if batch.block_tables is None:
+        refuse_lost_context(checked)
+    return checked
+
+
+class Caller:
+    """Keeps lengths and tables, and changes them in place between two calls."""
+
+    def __init__(self, rng: random.Random, *, arrays: bool) -> None:
+        self._rng, self._arrays = rng, arrays
+        self._renew()
+
+    def _renew(self) -> None:
+        rng, first = self._rng, CACHE.first_free_block
+        self.query: Any = [rng.randint(1, 3) for _ in range(rng.randint(1, REQS))]
+        self.seq: Any = [q + rng.randint(0, 8) for q in self.query]
+        rows = range(len(self.query))
+        self.tables: Any = [
+            list(range(first + at * WIDTH, first + (at + 1) * WIDTH)) for at in rows
+        ]
+        self.extras: Any = {}
+        if self._arrays:
+            self.query, self.seq = np.array(self.query), np.array(self.seq)
+            self.tables = np.array(self.tables)
+
+    def change(self) -> None:
+        """Do to what was passed what a caller may do, or must not."""
+        rng = self._rng
+        at, kind = rng.randrange(len(self.seq)), rng.randrange(11)
+        row = self.tables[at]
+        if kind == 0:
+            self._renew()
+        elif kind < 4:  # all move on, or one does, or back
+            steps = [1] * len(self.seq) if kind < 3 else [0] * len(self.seq)
+            steps[at] += rng.randint(-3, 9) if kind == 3 else 0
+            for request, step in enumerate(steps):
+                if isinstance(self.seq[request], int | np.integer):
+                    self.seq[request] += step
+        elif kind == 4 and len(row):
+            row[rng.randrange(len(row))] = rng.randint(5, 41)
+        elif kind == 5 and len(row):  # shared with another request, or with itself
+            row[rng.randrange(len(row))] = rng.choice(list(rng.choice(self.tables)) or [8])
+        elif kind == 6:
+            row[rng.randrange(WIDTH) :] = 0 if self._arrays else [0] * rng.randint(0, WIDTH)
+        elif kind == 7:
+            self.query[at] = rng.randint(1, 3)
+        elif kind == 8 and not self._arrays:
+            changed = rng.choice([self.query, self.seq, row])
+            changed[-1:] = [rng.choice(EVIL)]
+        elif kind == 9:
+            self.extras = rng.choice([{}, {"a": 1}, self.extras])
+
+    def batch(self) -> Batch:
+        """Return a batch over that memory, or over part of it."""
+        batch, kind = Batch(query_lens=self.query, extras=self.extras), self._rng.randrange(10)
+        if kind > 0:
+            batch.seq_lens = self.seq
+        if kind > 1:
+            batch.block_tables = self.tables
+        if kind == 2:
+            rows = sum(q for q in self.query if isinstance(q, int | np.integer))
+            batch.slot_mapping = [self._rng.randint(30, 99) for _ in range(max(rows, 1))]
+        if kind == 3 and self._arrays:
+            batch.block_tables = torch.from_numpy(self.tables)
+            batch.seq_lens = torch.from_numpy(self.seq)
+        return batch
+
+
+def num_tokens(batch: Batch, odd: bool) -> int:
+    try:
+        return min(int(sum(batch.query_lens)), 15) + odd
+    except (TypeError, ValueError):
+        return 3
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+@pytest.mark.parametrize("cache", [CACHE, None])
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_chain_of_batches_is_checked_as_each_would_be_alone(
+    arrays: bool, cache: CacheGeometry | None, seed: int
+) -> None:
+    rng = random.Random(seed)
+    checker, caller = BatchChecker(cache), Caller(rng, arrays=arrays)
+    kept: list[tuple[Any, CheckedBatch]] = []
+    used = StepBuffers(max_tokens=16, max_reqs=REQS, blocks_per_request=WIDTH, device=CPU)
+    for _ in range(rng.randint(2, 8)):
+        batch = caller.batch()
+        rows, before = num_tokens(batch, rng.random() < 0.1), repr(batch)
+        wanted = outcome(full, batch, rows, cache)
+        assert outcome(checker.check, batch, rows) == wanted
+        assert repr(batch) == before
+        if isinstance(wanted, list):
+            checked = checker.check(batch, rows)
+            kept.append((wanted, checked))
+            _compare_buffers(used, checked, rng.choice([rows, 13, 16]))
+        for wanted, checked in kept:  # what was given out before is as it was
+            assert outcome(lambda checked=checked: checked)[:-1] == wanted[:-1]
+        caller.change()
+
+
+def _compare_buffers(used: StepBuffers, batch: CheckedBatch, size: int) -> None:
+    """Buffers that held other steps before have what fresh ones have, wherever it counts."""
+    new = StepBuffers(max_tokens=16, max_reqs=REQS, blocks_per_request=WIDTH, device=CPU)
+    for step in (used, new):
+        step.fill(batch, size)
+    for name in ("num_tokens", "query_start_loc", "seq_lens"):
+        assert torch.equal(getattr(used, name), getattr(new, name)), name
+    names = ["token_to_req", "kv_lens"]
+    if batch.slot_mapping is not None:
+        names.append("slot_mapping")
+        for at, length in enumerate(batch.seq_lens):
+            blocks = -(-length // CACHE.block_size)
+            assert torch.equal(used.block_tables[at, :blocks], new.block_tables[at, :blocks])
+    for name in names:
+        assert torch.equal(getattr(used, name)[:size], getattr(new, name)[:size]), name
+
+
+def test_a_batch_that_is_passed_again_is_the_same_object_until_something_differs() -> None:
+    checker, tables = BatchChecker(CACHE), [[8, 9], [10, 11]]
+    lens = [3, 6]
+
+    def check() -> CheckedBatch:
+        return checker.check(Batch(query_lens=[1, 1], seq_lens=lens, block_tables=tables), 2)
+
+    first = check()
+    assert check() is first
+    tables[1][1] = 12
+    second = check()
+    assert second is not first
+    assert check() is second
+    lens[0] = 4
+    assert check().slot_mapping.tolist() == [35, 49]  # type: ignore[union-attr]
+    assert first.slot_mapping.tolist() == [34, 45]  # type: ignore[union-attr]
+
+
+def test_a_refused_batch_leaves_the_one_before_it_as_what_is_compared_with() -> None:
+    checker, tables = BatchChecker(CACHE), np.array([[8, 9], [10, 11]])
+
+    def check(lens: list[int]) -> CheckedBatch:
+        return checker.check(Batch(query_lens=[1, 1], seq_lens=lens, block_tables=tables), 2)
+
+    check([3, 6])
+    tables[1, 0], tables[0, 0] = 8, 10  # the requests' first blocks are swapped
+    with pytest.raises(BatchError, match="max_model_len"):
+        check([3, 25])
+    tables[1, 1] = 50
+    with pytest.raises(BatchError, match="blocks from 8 to 50"):
+        check([3, 6])
+    tables[1, 1] = 11
+    assert check([3, 6]).slot_mapping.tolist() == [42, 45]  # type: ignore[union-attr]
+
+
+def test_what_a_checked_batch_holds_cannot_be_written_to() -> None:
+    slots = np.array([40, 41])
+    checked = check_batch(Batch(query_lens=[2], block_tables=[[10]], slot_mapping=slots), 2, CACHE)
+    for array in (checked.owners, checked.positions, checked.block_tables, checked.slot_mapping):
+        assert array is not None
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+    slots[0] = 44
+    assert checked.slot_mapping.tolist() == [40, 41]  # type: ignore[union-attr]

@@ -1,0 +1,142 @@
+"""`cache.remote=s3://…` with moto's server, which is also stopped, mute, and without a bucket."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from remote_helpers import make_remote, objects, overwrite
+from store_helpers import PIECES, PROGRAMS, fill, key, misses, open_store
+from warm_cli_helpers import WARM, Cli
+
+from pcgsvc.cache.lookup import Built
+
+pytest.importorskip("s3fs", reason="pip install 'pcgsvc[test-scale]'")
+moto_server = pytest.importorskip("moto.server", reason="pip install 'pcgsvc[test-scale]'")
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
+
+URL = "s3://bucket/folder"
+PIECE = next(iter(PIECES))
+NUM_ENTRIES = len(PIECES) + len(PROGRAMS)
+
+
+@pytest.fixture(autouse=True)
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server on loopback with an empty bucket; the variables by which botocore finds it."""
+    import boto3
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("KEY", "a secret")
+    made = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    made.start()
+    host, port = made.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    yield made
+    made.stop()
+
+
+def test_s3_build_publish_pull_warm_and_mended(cached_cli: Cli, tmp_path: Path) -> None:
+    signed = [f"cache.remote={URL}", "cache.remote_key=KEY"]
+    first = cached_cli("job=compile", *signed)
+    assert (first.code, first.start[0]) == (0, "cold")
+    found = first.reports[-1]["cache"]["remote"]
+    assert (found["unpublished"], found["problems"]) == (0, [])
+    second = cached_cli(*signed, f"cache.dir={tmp_path}/two", "cache.require_warm=true")
+    assert (second.code, second.start) == (0, WARM)
+    for name, data in objects(URL).items():
+        if not name.startswith("versions/"):
+            overwrite(URL, name, data[:-1] + bytes([data[-1] ^ 1]))
+    third = cached_cli(*signed, f"cache.dir={tmp_path}/three")
+    assert (third.code, third.start[0]) == (0, "cold")
+    assert third.reports[-1]["cache"]["remote"]["refused"] > 1
+    checked = cached_cli("job=cache", "cache.action=check", *signed, f"cache.dir={tmp_path}/three")
+    assert checked.code == 0, checked.out
+
+
+def test_s3_without_a_key_and_with_a_wrong_one(cached_cli: Cli, tmp_path: Path) -> None:
+    refused = cached_cli("job=compile", f"cache.remote={URL}")
+    assert (refused.code, "without cache.remote_key" in refused.out) == (2, True)
+    trusted = cached_cli("job=compile", f"cache.remote={URL}", "cache.remote_trust=true")
+    assert trusted.reports[-1]["cache"]["remote"]["published"] > 1
+    words = [f"cache.remote={URL}", "cache.remote_key=KEY", f"cache.dir={tmp_path}/two"]
+    unsigned = cached_cli("job=compile", *words)
+    assert (unsigned.code, unsigned.start[0]) == (0, "cold")
+    assert ["not signed" in p for p in unsigned.reports[-1]["cache"]["remote"]["problems"]] == [
+        True
+    ]
+
+
+def test_a_bucket_that_is_not_there_is_one_message(tmp_path: Path) -> None:
+    with open_store(tmp_path / "root", remote=make_remote("s3://missing/folder")) as store:
+        assert "bucket does not exist" in str(store.get_piece(PIECE).miss)
+        fill(store)
+        assert misses(store) == []
+        assert store.sharing is not None
+        (problem,) = store.sharing.section()["problems"]
+        assert "bucket does not exist" in problem
+
+
+def test_a_server_stopped_between_uploads_leaves_what_is_whole(tmp_path: Path, server: Any) -> None:
+    remote = make_remote(URL, timeout_s=3.0)
+    put, left = remote.put, [3]
+
+    def stops(entry: Any) -> None:
+        if left[0] == 0:
+            server.stop()
+        left[0] -= 1
+        put(entry)
+
+    remote.put = stops  # type: ignore[method-assign]
+    started = time.monotonic()
+    with open_store(tmp_path / "first", remote=remote) as store:
+        fill(store)
+        assert misses(store) == []
+        assert store.sharing is not None
+        found = store.sharing.section()
+        assert (found["published"], found["unpublished"]) == (3, NUM_ENTRIES - 3)
+        assert len(found["problems"]) == 1
+    assert time.monotonic() - started < 8
+
+
+def test_a_server_that_does_not_answer_costs_one_time_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{mute.getsockname()[1]}")
+        started = time.monotonic()
+        with open_store(tmp_path / "first", remote=make_remote(URL, timeout_s=1.0)) as store:
+            assert "did not answer within 1 s" in str(store.get_piece(PIECE).miss)
+            fill(store)
+            assert misses(store) == []
+        assert 1.0 <= time.monotonic() - started < 3
+
+
+def test_s3_keeps_two_machines_from_building_the_same(tmp_path: Path) -> None:
+    import threading
+
+    built, name = [], key("a")
+
+    def work(folder: str) -> None:
+        def build() -> Built:
+            time.sleep(0.5)
+            built.append(folder)
+            return Built(b"made once")
+
+        with open_store(tmp_path / folder, remote=make_remote(URL)) as store:
+            assert store.get_or_build(name, build).value == b"made once"
+
+    threads = [threading.Thread(target=work, args=(folder,)) for folder in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+    assert [n for n in objects(URL) if n.startswith("claims/")] == []
