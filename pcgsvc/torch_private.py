@@ -351,6 +351,51 @@ def global_hooks() -> list[Any]:
     return [*home._global_forward_pre_hooks.values(), *home._global_forward_hooks.values()]
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a DTensor, the object itself; another tensor as it is."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor, whose module is not imported for that."""
+    home = sys.modules.get("torch.distributed.tensor")
+    return home is not None and isinstance(value, home.DTensor)
+
+
+def is_dtensor_spec(value: Any) -> bool:
+    """Whether a value says how a DTensor lies on its mesh."""
+    home = sys.modules.get("torch.distributed.tensor._dtensor_spec")
+    return home is not None and isinstance(value, home.DTensorSpec)
+
+
+def lowered_dtensors(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """Return a graph of Dynamo's over DTensors as one of aten ops over the parts of this process.
+
+    Call it in Dynamo's backend. What is not a tensor or a size is no input of it any more.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    examples = [n.meta["example_value"] for n in graph.graph.find_nodes(op="placeholder")]
+    kept = [at for at, e in enumerate(examples) if isinstance(e, (torch.Tensor, torch.SymInt))]
+
+    def flat(*parts: Any) -> Any:
+        given = list(inputs)
+        for at, part in zip(kept, parts, strict=True):
+            whole = inputs[at]
+            if is_dtensor(whole):
+                part = type(whole)(part, whole._spec, requires_grad=False)
+            given[at] = part
+        return torch.fx.Interpreter(graph).run(*given)
+
+    with torch.fx.traceback.preserve_node_meta():
+        lowered = make_fx(flat)(*(local_tensor(examples[at]) for at in kept))
+    for node in lowered.graph.nodes:
+        node.meta["example_value"] = node.meta.get("val")
+    return lowered, [local_tensor(inputs[at]) for at in kept]
+
+
 def process_groups() -> dict[Any, list[int]]:
     """Return the process groups that this process is in, oldest first, with their global ranks."""
     if not (distributed.is_available() and distributed.is_initialized()):

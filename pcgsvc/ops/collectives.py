@@ -19,7 +19,7 @@ from torch import distributed
 
 from pcgsvc import torch_private
 from pcgsvc.config import Collectives, Config
-from pcgsvc.errors import PcgError, PeerError
+from pcgsvc.errors import ConfigError, PcgError, PeerError
 from pcgsvc.ops.registry import default_boundaries, register_splitting_op
 
 
@@ -51,6 +51,19 @@ def group_word(group: Any) -> str:
 def of_ranks(count: int) -> str:
     """Return the word of a group of `count` ranks one behind the other."""
     return f"{count}@1"
+
+
+def check_backend(group: Any, device: torch.device) -> None:
+    """Raise ConfigError unless a process group can reduce tensors of a device."""
+    config = distributed.get_backend_config(group)
+    backends = dict(pair.split(":", 1) for pair in config.split(","))
+    wrong = "gloo" if device.type == "cuda" else "nccl"
+    if backends.get(device.type, wrong) == wrong:
+        need = "nccl" if device.type == "cuda" else "gloo"
+        raise ConfigError(
+            f"the process group {group_word(group)!r} has the backends {config}, and the model's "
+            f"tensors are on {device}: initialise it with {need!r}, or move the model."
+        )
 
 
 def ranks_of(word: str) -> list[int]:

@@ -18,7 +18,7 @@ from torch import distributed
 
 from pcgsvc.config import Config, Job, MoeBackend
 from pcgsvc.config.devices import device_of
-from pcgsvc.errors import ConfigError
+from pcgsvc.errors import ConfigError, PeerError
 
 _EXPERTS = "model.moe.backend=all_to_all"
 _BUILDS = (Job.RUN, Job.COMPILE, Job.VERIFY, Job.DOCTOR)
@@ -134,8 +134,12 @@ def command_line_group(config: Config) -> Iterator[None]:
         distributed.init_process_group(name)
     try:
         yield
-    finally:
+    except PeerError:
+        raise  # the group would wait for a process that is gone
+    except BaseException:
         distributed.destroy_process_group()
+        raise
+    distributed.destroy_process_group()
 
 
 def refuse_sweep(config: Config) -> None:

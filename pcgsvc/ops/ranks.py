@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.002
 _FAILED, _IDLE = "failed: ", "idle"
+_NO_STORE = "the process that holds the group's store is gone"
 _GRACE_S = 3.0
 """How long a failure must be a peer's last word: it may be of a build before."""
 
@@ -93,20 +94,34 @@ class Ranks:
                 raise PeerError(f"{name} differs between ranks: {_listed(found)}.")
 
     def serve(
-        self, is_waiting: Callable[[], bool], close: Callable[[], None], check_calls: bool
+        self,
+        close: Callable[[], None],
+        lock: threading.RLock,
+        is_done: Callable[[], bool] | None,
+        *,
+        check_calls: bool,
     ) -> None:
         """Watch over a runner from now on.
 
         Args:
-            is_waiting: a bound method: whether a call of it may be waiting for peers.
-            close: a bound method that closes it.
+            close: its method that closes it.
+            lock: held while it is called.
+            is_done: whether the device has done the last call; None: calls return when they have.
             check_calls: `debug.check_calls`.
         """
         self._checks_calls = check_calls
-        if self._watch is not None:
-            waits, closes = weakref.WeakMethod(is_waiting), weakref.WeakMethod(close)
-            self._watch.is_waiting = lambda: (method := waits()) is not None and method()
-            self._watch.close_runner = lambda: (method := closes()) is not None and method()
+        if self._watch is None:
+            return
+        method = weakref.WeakMethod(close)
+
+        def is_waiting() -> bool:
+            if not lock.acquire(blocking=False):
+                return True
+            lock.release()
+            return is_done is not None and not is_done()
+
+        self._watch.is_waiting = is_waiting
+        self._watch.close_runner = lambda: (found := method()) is not None and found()
 
     def close(self) -> None:
         """Tell peers that this process is done."""
@@ -129,15 +144,23 @@ class Ranks:
         """
         if self._watch is None or not self.members:
             return {self._rank: word}
-        store, began = self._watch.store, time.monotonic()
         self._steps += 1
         keys = {rank: f"{self._prefix}/{self._steps}/{rank}" for rank in self.members}
+        try:
+            return self._exchange(self._watch, keys, word, time.monotonic() + limit_s)
+        except RuntimeError as error:  # of the store
+            raise PeerError(f"{_NO_STORE} ({error})") from error
+
+    def _exchange(
+        self, watch: _Watch, keys: Mapping[int, str], word: str, end: float
+    ) -> dict[int, str]:
+        store = watch.store
         store.set(keys[self._rank], word)
         while not store.check(list(keys.values())):
-            self._watch.refuse_lost()
-            if time.monotonic() - began > limit_s:
+            watch.refuse_lost()
+            if time.monotonic() > end:
                 late = [rank for rank, key in keys.items() if not store.check([key])]
-                raise PeerError(f"within {limit_s} s, ranks {late} did nothing like this: {word}.")
+                raise PeerError(f"ranks {late} do not come to what this one does: {word}.")
             time.sleep(_POLL_S)
         # Who has written this step has read the one before.
         store.delete_key(f"{self._prefix}/{self._steps - 1}/{self._rank}")
@@ -201,6 +224,8 @@ class _Watch:
         """End the thread; `word`: the last one that peers read."""
         if not self._ended.is_set():
             self._ended.set()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(self._timeout_s / 4)  # a thread inside the store ends badly
             with contextlib.suppress(RuntimeError):  # the store is gone
                 self.store.set(self._key, word)
 
@@ -212,7 +237,7 @@ class _Watch:
                 self.store.set(self._key, str(beat))
                 self._look()
             except RuntimeError as error:
-                self._lose(f"the process that holds the group's store is gone ({error})")
+                self._lose(f"{_NO_STORE} ({error})")
             if torch_private.groups_are_ending() or rank_and_world() is None:
                 logger.warning(
                     "the process group is destroyed before a runner that needs it, which"

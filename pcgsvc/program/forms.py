@@ -65,15 +65,20 @@ def identity(value: Any) -> Any:
 
 
 def group_form(value: Any) -> list[Any] | None:
-    """Return the form of a process group or a device mesh, the same on all its ranks, or None."""
+    """Return the form of a process group, a device mesh or how a DTensor lies on one; else None.
+
+    It is the same on all of its ranks.
+    """
     if not distributed.is_available():
         return None
     if isinstance(value, distributed.ProcessGroup):
-        backend = distributed.get_backend(value)
-        return ["group", group_word(value), backend]
+        return ["group", group_word(value), distributed.get_backend(value)]
     if isinstance(value, DeviceMesh):
         groups = [group_form(group) for group in value.get_all_groups()]
         return ["mesh", value.device_type, value.mesh_dim_names, list(value.shape), groups]
+    if torch_private.is_dtensor_spec(value):
+        placements = [str(placement) for placement in value.placements]
+        return ["dtensor", group_form(value.mesh), placements, list(value.shape)]
     return None
 
 
@@ -123,6 +128,8 @@ def canonical(value: Any) -> Any:
         return identity(value)
     if (group := group_form(value)) is not None:
         return group
+    if type(value).__module__ == "torch.distributed.tensor.placement_types":
+        return ["torch", repr(value)]
     raise NotCanonicalError(f"a {name_of(type(value))} has no form that can be written down")
 
 

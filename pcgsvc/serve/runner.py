@@ -92,13 +92,13 @@ class Runner:
         self._cloned = range(len(model.outputs.specs)) if clone else input_views(table, memory)
         """The graph results that a call clones."""
         self._depends_on = model.depends_on
-        self._ranks = model.ranks if model.ranks.many else None
-        model.ranks.serve(self._may_wait, self.close, config.debug.check_calls)
-        self._poison = config.debug.poison
-        self._query_len = config.capture.uniform_query_len
+        self._ranks = model.ranks
+        self._poison, self._query_len = config.debug.poison, config.capture.uniform_query_len
         self._device_type = memory.device.type
         self._order = None if memory.stream is None else CallOrder(memory.stream)
         self._replays: dict[EntryKey, Replay] = {}
+        is_done = None if self._order is None else self._order.is_done
+        model.ranks.serve(self.close, self._lock, is_done, check_calls=config.debug.check_calls)
 
     # -- calls --
 
@@ -154,8 +154,7 @@ class Runner:
         if key is None:
             self._counts.uncovered(checked, uniform, unlike)
         self._weights.check()
-        if self._ranks is not None:
-            self._ranks.before_call(num_tokens, "no graph" if key is None else key[0].value)
+        self._ranks.before_call(num_tokens, "no graph" if key is None else key[0].value)
         self._counts.calls[num_tokens, uniform] += 1
         order = self._order
         if order is None and not torch.is_autocast_enabled("cpu"):
@@ -321,10 +320,6 @@ class Runner:
         """Raise PcgError if the runner is closed."""
         if self._closed:
             raise PcgError("the runner is closed; build another one.")
-
-    def _may_wait(self) -> bool:
-        """Whether a call runs, here or on the device."""
-        return self._running or (self._order is not None and not self._order.is_done())
 
     # -- one step --
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
-from pcgsvc.ops.collectives import FOREIGN, group_word
+from pcgsvc.ops.collectives import FOREIGN, check_backend, group_word
 from pcgsvc.trace.nodes import mutated_args, op_names, user_line
 
 _WAIT = "_c10d_functional::wait_tensor"
@@ -61,7 +61,9 @@ def _unite(graph: torch.fx.Graph, node: torch.fx.Node, op: Any) -> None:
         )
     operand, *words, group = node.args
     assert isinstance(operand, torch.fx.Node), "Dynamo passes the arguments of collectives by place"
-    word = group_word(torch_private.group_named(group) if isinstance(group, str) else group)
+    group = torch_private.group_named(group) if isinstance(group, str) else group
+    check_backend(group, operand.meta["example_value"].device)
+    word = group_word(group)
     if op not in _IN_PLACE:
         with graph.inserting_before(node):
             made = graph.call_function(op, (operand, *words, word))
