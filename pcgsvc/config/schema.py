@@ -79,8 +79,8 @@ class ModelConfig:
     name: str = "llama"
     """Model family; one of the files under `conf/model/`."""
     preset: str = "tiny"
-    """Named set of dimensions of the family (llama: tiny, 160m, 1b, 8b; llama_moe: tiny, 8x7b;
-    encoder: tiny, minilm, base)."""
+    """Named set of dimensions of the family (llama: tiny, 160m, 1b, 8b, 70b; llama_moe: tiny,
+    8x7b; encoder: tiny, minilm, base)."""
     weights: str | None = None
     """Path of a `.gguf` or `.safetensors` checkpoint (encoder, minilm: of a folder with
     model.safetensors; module: of a state dict, `.safetensors` or written by torch.save); None:

@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,7 +42,7 @@ _SHALLOW = 4
 def validate(config: Config) -> None:
     """Check everything that needs no weights: the config, and what the model asks of attention."""
     source = open_source(config.model)
-    _spec_here(source, tensor_place(config))
+    _specs(source, tensor_place(config))
     if config.prompt is not None and not has_tokenizer(source):
         raise source.refuse(
             "prompt is set, but there is no tokenizer beside it; leave the prompt out, or name a "
@@ -75,10 +75,10 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
         logger.warning("%s", whole)
     if by_parts and config.model.reference_check:
         _build(_shallow(source), config, place, device, dtype)
-    module, spec = (_load_parts if by_parts else _build)(source, config, place, device, dtype)
+    module, specs = (_load_parts if by_parts else _build)(source, config, place, device, dtype)
     bundle = language_bundle(
         module,
-        spec,
+        specs.here,
         _vocab_size(source),
         tokenizer=tokenizer,
         sampling=sampling_of(source),
@@ -88,70 +88,87 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
     bundle.stored_dtype = None if stored is None else str(stored).removeprefix("torch.")
     bundle.plan_notes = _experts_note(config, source, device, dtype)
     if place.world > 1:
-        transformers_own: Any = module.model
-        head = transformers_own.get_output_embeddings()
-        bundle.parallel = {
-            "embeddings": "replicated",
-            "head": "split" if isinstance(head, sharding.RowsOfLinear) else "replicated",
-        }
+        bundle.parallel = _in_words(module, specs, place.world)
     return bundle
+
+
+class _Specs(NamedTuple):
+    """What attention is in the whole model, and on one rank."""
+
+    whole: AttentionSpec
+    here: AttentionSpec
 
 
 def _build(
     source: Source, config: Config, place: Place, device: torch.device, dtype: torch.dtype
-) -> tuple[attention.HfCausalLM, AttentionSpec]:
+) -> tuple[attention.HfCausalLM, _Specs]:
     """Return the model, or one rank's part of it, and its attention; made whole at first."""
     with torch_private.real_tensors():  # it watches a forward on the meta device
-        whole, known = _spec_here(source, Place()), _spec_here(source, place)
+        specs = _specs(source, place)
     model = weights.build(
         source, attention.IMPLEMENTATION, device=device, dtype=dtype, seed=config.seed
     )
-    spec = known if known is not None else probe.spec_of_model(source, model)
+    if specs is None:
+        spec = probe.spec_of_model(source, model)
+        specs = _Specs(spec, spec)
     expected = (
-        reference.take(source, model, spec, _vocab_size(source), config.seed)
+        reference.take(source, model, specs.whole, _vocab_size(source), config.seed)
         if config.model.reference_check and not torch_private.shapes_only()
         else None
     )
     weights.freeze_frequencies(model)
-    if place.world > 1 and whole is not None:
-        sharding.shard(source, model, whole, place)
+    if place.world > 1:
+        sharding.shard(source, model, specs.whole, place)
     module = attention.HfCausalLM(model, first_position(model))
     if expected is not None:
         kind = find_backend(config.attention.name)
-        error = reference.check(source, expected, module, spec, kind, dtype=dtype)
+        error = reference.check(source, expected, module, specs.here, kind, dtype=dtype)
         logger.info("logits equal transformers' own within %.2g", error)
-    return module, spec
+    return module, specs
 
 
 def _load_parts(
     source: Source, config: Config, place: Place, device: torch.device, dtype: torch.dtype
-) -> tuple[attention.HfCausalLM, AttentionSpec]:
+) -> tuple[attention.HfCausalLM, _Specs]:
     """Return one rank's part of a checkpoint's model, and its attention."""
-    whole, spec = _spec_here(source, Place()), _spec_here(source, place)
-    assert whole is not None
-    assert spec is not None
-    shard = functools.partial(sharding.shard, source, spec=whole, place=place)
+    specs = _specs(source, place)
+    assert specs is not None, "ranks are refused a model whose attention is not known"
+    shard = functools.partial(sharding.shard, source, spec=specs.whole, place=place)
     model = weights.load_shards(source, attention.IMPLEMENTATION, shard, device=device, dtype=dtype)
     weights.freeze_frequencies(model)
-    return attention.HfCausalLM(model, first_position(model)), spec
+    return attention.HfCausalLM(model, first_position(model)), specs
 
 
-def _spec_here(source: Source, place: Place) -> AttentionSpec | None:
-    """Return what attention is on one rank; None: the forward needs real tensors to tell.
+def _specs(source: Source, place: Place) -> _Specs | None:
+    """Return what attention is; None: the forward needs real tensors to tell.
 
     Raises:
         ConfigError: the model is refused, or cannot be shared out.
     """
     whole = probe.spec_of_source(source)
     if place.world == 1:
-        return whole
+        return None if whole is None else _Specs(whole, whole)
     if whole is None or source.gguf is not None:
         reason = "a .gguf file" if whole is not None else "a model whose forward reads values"
         raise source.refuse(f"parallel.tensor={place.world} does not go with {reason}.")
     names = ("num_attention_heads", "num_key_value_heads")
     check_heads(place.world, whole.num_heads, whole.num_kv_heads, names)
     shard = functools.partial(sharding.shard, source, spec=whole, place=place)
-    return probe.spec_of_source(source, shard)
+    here = probe.spec_of_source(source, shard)
+    assert here is not None, "the whole model's forward read no values"
+    return _Specs(whole, here)
+
+
+def _in_words(module: attention.HfCausalLM, specs: _Specs, world: int) -> dict[str, str]:
+    """Return what is split and what replicated, for the report."""
+    transformers_own: Any = module.model
+    split = isinstance(transformers_own.get_output_embeddings(), sharding.RowsOfLinear)
+    copies = world * specs.here.num_kv_heads // specs.whole.num_kv_heads
+    return {
+        "embeddings": "replicated",
+        "head": "split" if split else "replicated",
+        "kv_heads": "split" if copies == 1 else f"replicated on {copies} ranks each",
+    }
 
 
 def _shallow(source: Source) -> Source:
