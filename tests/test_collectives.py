@@ -179,6 +179,14 @@ def test_a_program_is_compiled_once_over_all_ranks_and_then_warm_on_each(
         assert sum(row["compiled"] for row in rows) == (rows[0]["regions"] if new else 0)
 
 
+@pytest.mark.exhaustive
+def test_gathers_and_scatters_and_regions_of_inductor_are_right_as_well(tmp_path: Path) -> None:
+    for out in launch([WORKER, "builds", str(tmp_path), "gathers", "in_place:inductor"]):
+        rows = json.loads(out)
+        assert [row["start"] for row in rows] == ["cold", "warm"] * 4
+        assert max(error for row in rows for error in row["errors"]) < 1e-5
+
+
 @pytest.mark.slow
 def test_ranks_that_differ_are_told_so_and_what_fails_on_one_fails_on_all() -> None:
     outs = outcomes([WORKER, "differ", "-"])

@@ -115,15 +115,16 @@ def broadcast(x: torch.Tensor, source: int, group: str) -> None:
 def all_gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
     """Return the tensors of all `count` ranks of a group, one after the other in dimension 0."""
     out = _gathered(x, count, group)
-    _waited(distributed.all_gather_into_tensor, out, x.contiguous(), group_of(group))
+    gather = _first_of("all_gather_single", "all_gather_into_tensor")
+    _waited(gather, out, x.contiguous(), group_of(group))
     return out
 
 
 def reduce_scatter(x: torch.Tensor, reduce: str, count: int, group: str) -> torch.Tensor:
     """Return this rank's part, of `count` in dimension 0, of a tensor reduced over a group."""
     out = _scattered(x, reduce, count, group)
-    given = x.contiguous(), _reduction(reduce), group_of(group)
-    _waited(distributed.reduce_scatter_tensor, out, *given)
+    scatter = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
+    _waited(scatter, out, x.contiguous(), _reduction(reduce), group_of(group))
     return out
 
 
@@ -136,6 +137,12 @@ def _waited(collective: Callable[..., Any], *args: Any) -> None:
             f"{collective.__name__} failed: a process that takes part has ended, or calls another "
             f"collective or another size: {first}"
         ) from error
+
+
+def _first_of(*names: str) -> Callable[..., Any]:
+    """Return the first of torch.distributed's functions; torch 2.13 has renamed some."""
+    found: Callable[..., Any] = next(f for n in names if (f := getattr(distributed, n, None)))
+    return found
 
 
 def _gathered(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
