@@ -410,11 +410,11 @@ def rendezvous_store() -> Any:
     return home._get_default_store().clone()
 
 
-def groups_are_ending() -> bool:
-    """Whether a thread of this process is inside `destroy_process_group`."""
+def ending_groups() -> list[Any]:
+    """Return what threads inside `destroy_process_group` were given; None: all groups."""
     code = distributed.destroy_process_group.__code__
     stacks = [traceback.walk_stack(frame) for frame in sys._current_frames().values()]
-    return any(frame.f_code is code for stack in stacks for frame, _ in stack)
+    return [f.f_locals["group"] for stack in stacks for f, _ in stack if f.f_code is code]
 
 
 def group_named(name: str) -> Any:

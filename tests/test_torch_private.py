@@ -751,16 +751,16 @@ def test_the_rendezvous_store_has_a_connection_of_its_own(group: None) -> None:
 def test_a_thread_inside_destroy_process_group_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     home: Any = distributed.distributed_c10d
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    assert not private.groups_are_ending()
+    assert private.ending_groups() == []
     seen, real = [], home._unregister_all_process_groups
     monkeypatch.setattr(
         home,
         "_unregister_all_process_groups",
-        lambda: (seen.append(private.groups_are_ending()), real()),
+        lambda: (seen.append(private.ending_groups()), real()),
     )
     distributed.destroy_process_group()
-    assert seen == [True]
-    assert not private.groups_are_ending()
+    assert seen == [[None]]
+    assert private.ending_groups() == []
 
 
 def test_a_dtensor_is_lowered_to_ops_on_its_local_part(group: None) -> None:
