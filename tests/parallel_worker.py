@@ -1,7 +1,7 @@
 """One of several ranks: runners of `parallel.tensor` beside what this process computes alone.
 
-Its argument is JSON: `words` of a command line, and `cases` of further words. Prints one JSON line:
-for each case the largest relative difference of logits from one process's, how many tokens were
+Its argument is JSON: `words` of a command line, and `cases` of further words. Prints JSON lines, the
+last of which has all: for each case the largest relative difference of logits from one process's, how many tokens were
 compared and differ, what was compiled, and which graphs served; in the last one after `calls` of
 changing sizes. With `dies`, the last rank ends itself in the middle of capture.
 """
@@ -40,7 +40,13 @@ def main() -> None:
     began = time.perf_counter()
     distributed.destroy_process_group()
     found["end_s"] = time.perf_counter() - began
+    tell(found)
+
+
+def tell(found: dict[str, Any]) -> None:
+    """Print what was found so far."""
     sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
 
 
 def compare(words: list[str], cases: list[list[str]], calls: int) -> dict[str, Any]:
@@ -72,6 +78,7 @@ def compare(words: list[str], cases: list[list[str]], calls: int) -> dict[str, A
                 "seconds": round(seconds, 2),
             }
         )
+        tell({"rank": distributed.get_rank(), "cases": found})
     return {"rank": distributed.get_rank(), "cases": found}
 
 
