@@ -1,13 +1,14 @@
 """One of several ranks: runners of `parallel.tensor` beside what this process computes alone.
 
-Its argument is JSON: `words` of a command line, and `cases` of further words. Prints one JSON line:
-for each case the largest relative difference of logits from one process's, how many tokens were
-compared and differ, what was compiled, and which graphs served; in the last one after `calls` of
-changing sizes. With `dies`, the last rank ends itself in the middle of capture.
+Its argument is JSON: `words` of a command line, `cases` of further words, and how many `calls` of
+changing sizes each case makes. Prints JSON lines, the last of which has all cases: the largest
+relative difference of logits from one process's, how many tokens were compared and differ, what was
+compiled, and which graphs served. With `dies`, the last rank ends itself in the middle of capture.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -36,27 +37,33 @@ def main() -> None:
     distributed.init_process_group("nccl" if cuda else "gloo")
     if asked.get("dies"):
         die_in_capture(asked["words"])
-    found = compare(asked["words"], asked["cases"], asked.get("calls", 0))
+    found = compare(asked["words"], asked["cases"], asked.get("calls", []))
     began = time.perf_counter()
     distributed.destroy_process_group()
     found["end_s"] = time.perf_counter() - began
+    tell(found)
+
+
+def tell(found: dict[str, Any]) -> None:
+    """Print what was found so far."""
     sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
 
 
-def compare(words: list[str], cases: list[list[str]], calls: int) -> dict[str, Any]:
+def compare(words: list[str], cases: list[list[str]], calls: list[int]) -> dict[str, Any]:
     """Return what each case's runner gives beside one of this process alone."""
     alone = ["mode=none", "compiler=eager", "capture.self_check=false", "cache.mode=off"]
     with pcgsvc.load_runner([*words, *alone]) as runner:
         wanted = [call(runner, lens) for lens in STEPS]
     found: list[dict[str, Any]] = []
-    for case in cases:
+    for case, count in itertools.zip_longest(cases, calls, fillvalue=0):
         began = time.perf_counter()
         with pcgsvc.load_runner(
             [*words, *case, f"parallel.tensor={distributed.get_world_size()}"]
         ) as runner:
             seconds = time.perf_counter() - began
             got = [call(runner, lens) for lens in STEPS]
-            many(runner, calls if case is cases[-1] else 0)
+            many(runner, count)
             again = [call(runner, lens) for lens in STEPS]
             report, stats = runner.report, runner.stats()
         found.append(
@@ -72,6 +79,7 @@ def compare(words: list[str], cases: list[list[str]], calls: int) -> dict[str, A
                 "seconds": round(seconds, 2),
             }
         )
+        tell({"rank": distributed.get_rank(), "cases": found})
     return {"rank": distributed.get_rank(), "cases": found}
 
 
