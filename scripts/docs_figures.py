@@ -63,6 +63,28 @@ def calls() -> str:
     return _table(["µs per call, 8 rows", "2 layers", "host", "32 layers", "host"], rows)
 
 
+def stitched() -> str:
+    """A boundary's kernels set in one graph, beside pieces and one graph whose lengths froze."""
+    raw = _raw("stitched-h200")["decoder"]
+    names = {
+        "full": "one full graph, its lengths frozen",
+        "pieces": "pieces: 33 graphs",
+        "stitched": "stitched, by launch plans",
+        "stitched_without_plan": "stitched, by the ops' Python",
+    }
+    full = raw["full"]["same"]["step_us"]
+    rows = []
+    for name, label in names.items():
+        cells = [label]
+        for case in ("integers", "grids"):
+            times = raw[name][case]
+            ratio = f"{times['step_us'] / full:.3f}"
+            cells += [_us(times["step_us"]), ratio, _us(times["host_us"])]
+        rows.append(cells)
+    head = ["µs per step, 8 rows", "integers change", "÷ full", "host"]
+    return _table([*head, "grids change too", "÷ full", "host"], rows)
+
+
 def strategies() -> str:
     """The strategies on one model of 32 layers."""
     raw = _raw("strategies-h200")["strategies"]
@@ -153,11 +175,23 @@ def llama_8b() -> str:
     return _table(["decode step", "floor µs", "full graph ÷ floor", "piecewise, host µs"], rows)
 
 
+def floor() -> str:
+    """Decode steps with and without the pass `gemv`, in one run."""
+    raw, rows = _raw("decode-floor-h200")["llama_8b"], []
+    for batch in (1, 8):
+        steps = [raw[f"{name}_batch_{batch}"] for name in ("fx", "fx_gemv")]
+        cells = [f"{_us(s['full']['step_us'])} ({s['full_to_floor']:.2f})" for s in steps]
+        rows.append([f"batch {batch}", _us(steps[0]["floor_us"]), *cells])
+    return _table(["full graph, µs (÷ floor)", "floor", "default", "with `gemv`"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "calls": calls,
+    "stitched": stitched,
     "strategies": strategies,
     "starts": starts,
     "warm": warm,
     "glue": glue,
     "llama_8b": llama_8b,
+    "floor": floor,
 }

@@ -19,6 +19,7 @@ from pcgsvc.config.choices import (
     OnMismatch,
     OnUncovered,
     Outputs,
+    Replay,
     Strategy,
 )
 from pcgsvc.config.limits import validate, validate_sizing
@@ -73,6 +74,7 @@ __all__ = [
     "Outputs",
     "ParallelConfig",
     "PartitionConfig",
+    "Replay",
     "SchedulerConfig",
     "SizingConfig",
     "Strategy",

@@ -28,6 +28,7 @@ from pcgsvc.config.choices import (
     OnMismatch,
     OnUncovered,
     Outputs,
+    Replay,
     Strategy,
 )
 
@@ -196,10 +197,14 @@ class CompilerConfig:
     """Custom graph passes by name, in order: `residual_add` leaves a residual's addition to the
     kernel that reads the sum, not to a matrix product that would copy it first; `attention_quant`
     makes attention and the quantisation of its output one op (fires under
-    `partition.strategy=inductor` only). None: `[residual_add]` for Inductor on CUDA, else none."""
+    `partition.strategy=inductor` only); `gemv` makes matrix products of up to 16 rows by bfloat16
+    weights Triton kernels, with norm, residual or SwiGLU in them, at the exact sizes of
+    `specialize_sizes` and where they are faster. None: `[residual_add]` for Inductor on CUDA, else
+    none."""
     specialize_sizes: Sizes = field(default_factory=list)
     """Capture sizes for which every region is compiled once more, with that size put in; the
-    general artifact serves all others. Positive, without repetition."""
+    general artifact serves all others. Positive, without repetition. Empty: none, or those up to
+    16 with the pass `gemv` on CUDA."""
     on_mismatch: OnMismatch = OnMismatch.ERROR
     """When a cold build finds that a compiled region computes something else than its ops: `error`,
     or `eager`, which runs that region uncompiled, with a warning."""
@@ -231,6 +236,11 @@ class CaptureConfig:
     limit. Sizes that would pass it are skipped with their reason."""
     warmup_calls: Count = 2
     """Plain calls of the program per size before it is captured; at least 1."""
+    replay: Replay = Replay.AUTO
+    """How a piecewise entry is replayed: `pieces` (a graph per region, the splitting ops between
+    them), `stitched` (one graph in which the splitting ops' kernels get each step's parameters; the
+    package cuda-bindings is needed), or `auto`: stitched where every splitting op has a launch plan
+    and it is timed to be as fast."""
     self_check: bool = True
     """Compare program and captured entries, however calls pad them, with plain execution while
     building. A stored program that differs is dropped and built cold."""

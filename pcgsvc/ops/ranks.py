@@ -21,9 +21,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import distributed
+
 from pcgsvc import torch_private
 from pcgsvc.errors import PcgError, PeerError
-from pcgsvc.ops.collectives import is_among_many, rank_and_world
+from pcgsvc.ops.collectives import group_of, is_among_many, rank_and_world
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,11 @@ class Ranks:
         among = f"pcgsvc/{','.join(map(str, members))}"
         count = self._watch.store.add(f"{among}/builds/{self._rank}", 1)
         self._prefix = f"{among}/{count}"
+        self._watch.groups = [
+            None,
+            distributed.group.WORLD,
+            *{group_of(word) for *_, word in facts["the program"]},
+        ]
         self._watch.peers = dict.fromkeys((r for r in members if r != self._rank), ("", 0.0))
         for name, value in facts.items():
             found = self.exchange(repr(value))
@@ -206,6 +213,8 @@ class _Watch:
         self.store = torch_private.rendezvous_store()
         self.peers: dict[int, tuple[str, float]] = {}
         """Per rank: its last word, and when it changed."""
+        self.groups: list[Any] = [None]
+        """The process groups that the program needs; None: the default one."""
         self.is_waiting: Callable[[], object] = lambda: True
         self.close_runner: Callable[[], object] = bool
         self._timeout_s, self._key = timeout_s, f"pcgsvc/alive/{rank}"
@@ -238,7 +247,8 @@ class _Watch:
                 self._look()
             except RuntimeError as error:
                 self._lose(f"{_NO_STORE} ({error})")
-            if torch_private.groups_are_ending() or rank_and_world() is None:
+            ending = torch_private.ending_groups()
+            if any(group in self.groups for group in ending) or rank_and_world() is None:
                 logger.warning(
                     "the process group is destroyed before a runner that needs it, which"
                     " is closed now; close it first"
