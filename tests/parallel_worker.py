@@ -1,17 +1,17 @@
 """One of several ranks: runners of `parallel.tensor` beside what this process computes alone.
 
-Its argument is JSON: `words` of a command line, and `cases` of further words. Prints one JSON line:
-for each case the largest relative difference of logits from one process's, how many tokens were
-compared and differ, what was compiled, and which graphs served; in the last one after `calls` of
-changing sizes. With `dies`, the last rank ends itself in the middle of capture.
+Its argument is JSON: `words` of a command line, `cases` of further words, and how many `calls` of
+changing sizes each case makes. Prints JSON lines, the last of which has all cases: the largest
+relative difference of logits from one process's, how many tokens were compared and differ, what was
+compiled, and which graphs served.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
-import signal
 import sys
 import time
 from typing import Any
@@ -20,8 +20,6 @@ import torch
 from torch import distributed
 
 import pcgsvc
-from pcgsvc.events import Silent
-from pcgsvc.pipeline import build_from_config
 
 STEPS = [[3], [5, 1], [1, 1, 1, 1], [18, 1, 5]]
 """Query lengths of the calls that are compared."""
@@ -34,29 +32,33 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if cuda else "gloo")
-    if asked.get("dies"):
-        die_in_capture(asked["words"])
-    found = compare(asked["words"], asked["cases"], asked.get("calls", 0))
+    found = compare(asked["words"], asked["cases"], asked.get("calls", []))
     began = time.perf_counter()
     distributed.destroy_process_group()
     found["end_s"] = time.perf_counter() - began
+    tell(found)
+
+
+def tell(found: dict[str, Any]) -> None:
+    """Print what was found so far."""
     sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
 
 
-def compare(words: list[str], cases: list[list[str]], calls: int) -> dict[str, Any]:
+def compare(words: list[str], cases: list[list[str]], calls: list[int]) -> dict[str, Any]:
     """Return what each case's runner gives beside one of this process alone."""
     alone = ["mode=none", "compiler=eager", "capture.self_check=false", "cache.mode=off"]
     with pcgsvc.load_runner([*words, *alone]) as runner:
         wanted = [call(runner, lens) for lens in STEPS]
     found: list[dict[str, Any]] = []
-    for case in cases:
+    for case, count in itertools.zip_longest(cases, calls, fillvalue=0):
         began = time.perf_counter()
         with pcgsvc.load_runner(
             [*words, *case, f"parallel.tensor={distributed.get_world_size()}"]
         ) as runner:
             seconds = time.perf_counter() - began
             got = [call(runner, lens) for lens in STEPS]
-            many(runner, calls if case is cases[-1] else 0)
+            many(runner, count)
             again = [call(runner, lens) for lens in STEPS]
             report, stats = runner.report, runner.stats()
         found.append(
@@ -72,6 +74,7 @@ def compare(words: list[str], cases: list[list[str]], calls: int) -> dict[str, A
                 "seconds": round(seconds, 2),
             }
         )
+        tell({"rank": distributed.get_rank(), "cases": found})
     return {"rank": distributed.get_rank(), "cases": found}
 
 
@@ -109,29 +112,6 @@ def differences(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> dict[str
         wrong += int((a.argmax(-1) != b.argmax(-1))[rows].sum())
     largest = max(float(b.abs().max()) for b in wanted)
     return {"error": worst / largest, "clear_tokens": clear, "wrong_tokens": wrong}
-
-
-class _Dies(Silent):
-    """Ends this process when the first of some entries is captured."""
-
-    capturing = False
-
-    def start(self, phase: str, total: int) -> None:
-        """See `Progress.start`."""
-        self.capturing = phase == "capture"
-
-    def advance(self) -> None:
-        """See `Progress.advance`."""
-        if self.capturing:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_capture(words: list[str]) -> None:
-    """Build, the last rank not to its end; another one must raise, or be ended."""
-    world = distributed.get_world_size()
-    last = distributed.get_rank() == world - 1
-    config = pcgsvc.load_config([*words, f"parallel.tensor={world}"])
-    build_from_config(config, _Dies() if last else None)
 
 
 if __name__ == "__main__":
