@@ -1,8 +1,10 @@
-"""Settings of which one word is chosen: enums whose values are the words of the YAML files."""
+"""What values a setting takes: enums whose values are the words of the YAML files, numbers, forms."""
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+from typing import Annotated
 
 
 class Mode(enum.Enum):
@@ -140,3 +142,27 @@ class Job(enum.Enum):
     SIZES = "sizes"
     VERIFY = "verify"
     DOCTOR = "doctor"
+
+
+class Form(enum.Enum):
+    """How a setting may be written besides as its type; `parse` reads each form."""
+
+    BYTES = "a number, or text with a unit: 256MiB"
+    SIZES = "a list, or text: 1,2,4 or 1:64:8"
+    SIZES_OR_FILE = "as sizes, or auto:FILE"
+    OBJECTIVES = "a word, or a list"
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The least value that a number may have; `limits` checks it."""
+
+    least: int
+
+
+NonNegative = AtLeast(0)
+Positive = AtLeast(1)
+Count = Annotated[int, Positive]
+Bytes = Annotated[int, Form.BYTES, Positive]
+Sizes = Annotated[list[int], Form.SIZES]
+SizesOrFile = Annotated[list[int] | str, Form.SIZES_OR_FILE]

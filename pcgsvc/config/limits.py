@@ -9,9 +9,9 @@ import typing
 from dataclasses import is_dataclass
 from typing import Any
 
-from pcgsvc.config.choices import Compiler, Graphs, Mode, OnUncovered, Strategy
+from pcgsvc.config.choices import AtLeast, Compiler, Graphs, Mode, OnUncovered, Strategy
 from pcgsvc.config.parse import to_dict
-from pcgsvc.config.schema import AtLeast, CompilerConfig, Config
+from pcgsvc.config.schema import CompilerConfig, Config
 from pcgsvc.errors import ConfigError
 
 _MAX_SEED = 2**63 - 2  # torch's generators take 64 bits with a sign, and seed + 1 is used as well

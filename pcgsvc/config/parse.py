@@ -16,8 +16,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union
 
-from pcgsvc.config.choices import Objective
-from pcgsvc.config.schema import AUTO, Config, Form
+from pcgsvc.config.choices import Form, Objective
+from pcgsvc.config.schema import AUTO, Config
 from pcgsvc.errors import ConfigError, near
 
 T = TypeVar("T")

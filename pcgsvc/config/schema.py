@@ -9,55 +9,38 @@ Each default is here and nowhere else; the YAML files under `conf/` only pick va
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pcgsvc.config.choices import (
     Arrivals,
+    AtLeast,
+    Bytes,
     CacheAction,
     CacheMode,
     Collectives,
     Compiler,
+    Count,
     ErrorMode,
+    Form,
     Graphs,
     Job,
     Mode,
     MoeBackend,
+    NonNegative,
     Objective,
     OnMismatch,
     OnUncovered,
     Outputs,
+    Positive,
     Replay,
+    Sizes,
+    SizesOrFile,
     Strategy,
 )
 
 AUTO = "auto:"
 """What `capture.sizes` begins with where a traffic file follows."""
-
-
-class Form(enum.Enum):
-    """How a setting may be written besides as its type; `parse` reads each form."""
-
-    BYTES = "a number, or text with a unit: 256MiB"
-    SIZES = "a list, or text: 1,2,4 or 1:64:8"
-    SIZES_OR_FILE = "as sizes, or auto:FILE"
-    OBJECTIVES = "a word, or a list"
-
-
-@dataclass(frozen=True)
-class AtLeast:
-    """The least value that a number may have; `limits` checks it."""
-
-    least: int
-
-
-NonNegative = AtLeast(0)
-Positive = AtLeast(1)
-Count = Annotated[int, Positive]
-Bytes = Annotated[int, Form.BYTES, Positive]
-Sizes = Annotated[list[int], Form.SIZES]
-SizesOrFile = Annotated[list[int] | str, Form.SIZES_OR_FILE]
 
 
 @dataclass(kw_only=True, slots=True)
