@@ -145,7 +145,7 @@ def _time_entry(
     pairs = list(zip(entry.steps, entry.is_region, strict=True))
     regions = [s for s, is_region in pairs if is_region]
     boundaries = [s for s, is_region in pairs if not is_region]
-    whole = time_calls(entry.steps, sync, repeats, limit_s)
+    whole = time_calls(entry.calls, sync, repeats, limit_s)
     region = time_calls(regions, sync, repeats, limit_s).step
     boundary = time_calls(boundaries, sync, repeats, limit_s).step
     return {

@@ -300,7 +300,7 @@ class _Check:
             with self.memory.on_stream():
                 self.memory.load(inputs, size, size)
                 with use_context(self._context(batch, size, key)):
-                    for step in entry.steps:
+                    for step in entry.calls:
                         step()
                 results = [tensor.clone() for tensor in entry.outputs]
             return _Replay(results, self._copied_state(), choices)

@@ -18,6 +18,7 @@ from pcgsvc.config.choices import (
     OnMismatch,
     OnUncovered,
     Outputs,
+    Replay,
     Strategy,
 )
 from pcgsvc.config.limits import validate, validate_sizing
@@ -69,6 +70,7 @@ __all__ = [
     "OnUncovered",
     "Outputs",
     "PartitionConfig",
+    "Replay",
     "SchedulerConfig",
     "SizingConfig",
     "Strategy",

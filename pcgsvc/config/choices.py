@@ -106,6 +106,14 @@ class ErrorMode(enum.Enum):
     RELAXED = "relaxed"
 
 
+class Replay(enum.Enum):
+    """How captured pieces are replayed: one by one, or joined with what is between them."""
+
+    AUTO = "auto"
+    PIECES = "pieces"
+    STITCHED = "stitched"
+
+
 class MoeBackend(enum.Enum):
     """Where the experts of a mixture are: all here, or spread over a process group."""
 

@@ -27,6 +27,7 @@ from pcgsvc.config.choices import (
     OnMismatch,
     OnUncovered,
     Outputs,
+    Replay,
     Strategy,
 )
 
@@ -221,6 +222,11 @@ class CaptureConfig:
     limit. Sizes that would pass it are skipped with their reason."""
     warmup_calls: Count = 2
     """Plain calls of the program per size before it is captured; at least 1."""
+    replay: Replay = Replay.AUTO
+    """How a piecewise entry is replayed: `pieces` (a graph per region, the splitting ops between
+    them), `stitched` (one graph in which the splitting ops' kernels get each step's parameters; the
+    package cuda-bindings is needed), or `auto`: stitched where every splitting op has a launch plan
+    and it is timed to be as fast."""
     self_check: bool = True
     """Compare program and captured entries, however calls pad them, with plain execution while
     building. A stored program that differs is dropped and built cold."""

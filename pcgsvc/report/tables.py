@@ -202,6 +202,11 @@ def _graphs(out: Console, graphs: dict[str, Any]) -> None:
             memory += f", {mib(graphs['device_bytes'])} MiB of the device ({each})"
         show_fact(out, "graphs", f"{graphs['num_graphs']} {kind}: {by_mode}; {memory}")
         show_fact(out, "sizes", " ".join(map(str, graphs["sizes"])))
+        stitched = [
+            str(row["size"]) for row in graphs.get("replay", ()) if row["replay"] == "stitched"
+        ]
+        if stitched:
+            show_fact(out, "stitched", f"one graph per step: sizes {' '.join(stitched)}")
     for skip in graphs["skipped"]:
         show_fact(out, "[yellow]skipped[/]", f"size {skip['size']}: {escape(skip['reason'])}")
 

@@ -190,7 +190,8 @@ class Runner:
 
         Returns:
             hits: replays by `mode:size`. never_used: captured entries without any, in this form.
-            fallbacks: calls without a graph, with reasons. calls: counts by true row count and
+            fallbacks: calls without a graph, with reasons. in_pieces: steps of stitched entries
+            that ran as their pieces, with reasons. calls: counts by true row count and
             kind of batch. rows, padding_rows: what ran. padding_share: padding rows by all rows.
         """
         with self.lock:
