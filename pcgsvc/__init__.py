@@ -58,11 +58,12 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name's module when the name is first used."""
+    """Import a public name's module when the name is first used, and keep the name here."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'pcgsvc' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
 
 
 def __dir__() -> list[str]:

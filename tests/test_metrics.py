@@ -79,7 +79,7 @@ def test_buckets_are_cumulative_and_their_edges_count_below() -> None:
     with build(toy(1), sizes=[4]) as runner:
         collector = PrometheusCollector(runner, buckets_s=[0.5, 1.0])
         for seconds in (0.1, 0.5, 0.7, 3.0):
-            runner._counts.listeners[0](seconds)
+            runner._calls.counts.listeners[0](seconds)
         got = scraped(collector)
     buckets = [got["pcgsvc_call_seconds_bucket", edge] for edge in ("0.5", "1.0", "+Inf")]
     assert buckets == [2, 3, 4]

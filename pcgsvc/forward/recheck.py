@@ -25,6 +25,9 @@ from pcgsvc.forward.batch import (
 )
 from pcgsvc.ops.attention import NULL_BLOCK
 
+_FEW = 32
+"""Most requests of one token each whose slots are looked up one by one, which then is faster."""
+
 
 class _Given(NamedTuple):
     """Block tables as they were passed, and what they allow."""
@@ -93,9 +96,15 @@ class BatchChecker:
         given = before if before is not None and kept else _as_given(tables, content, cache)
         if len(given.reach) != len(seq_lens) or any(map(operator.gt, seq_lens, given.reach)):
             return None
-        size, ends = cache.block_size, np.asarray(seq_lens)
-        positions = last.positions + (ends - np.asarray(last.seq_lens))[last.owners]
-        slots = tables[last.owners, positions // size] * size + positions % size
+        size = cache.block_size
+        if last.num_tokens == len(seq_lens) <= _FEW:
+            ends = [n - 1 for n in seq_lens]
+            found = [tables.item(at, n // size) * size + n % size for at, n in enumerate(ends)]
+            positions, slots = np.array(ends), np.array(found)
+        else:
+            moved = np.asarray(seq_lens) - np.asarray(last.seq_lens)
+            positions = last.positions + moved[last.owners]
+            slots = tables[last.owners, positions // size] * size + positions % size
         check_distinct(slots, cache)
         needed = [-(-n // size) for n in seq_lens]
         if not kept or needed != [-(-n // size) for n in last.seq_lens]:

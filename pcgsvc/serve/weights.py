@@ -23,9 +23,10 @@ from pcgsvc.forward.objects import global_places, places_of
 
 # Not of buffers: a forward may assign those, and Dynamo would trace the hook into another's graph.
 _HOOKS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
-_TURN = 8
-"""Addresses of tensors that are compared at each call. How a tensor's elements are laid out, and a
-place that holds some, change without torch's telling even more rarely: two of each."""
+_TURN = 4
+"""Addresses of tensors that are compared at each call, each of them memory that the host has not
+read for a while. How a tensor's elements are laid out, and a place that holds some, change without
+torch's telling even more rarely: one of each."""
 
 
 class LoadedState(NamedTuple):
@@ -71,7 +72,7 @@ class Weights:
         """Keeps what the graphs read alive, whatever becomes of the tensors."""
         located = [where for _, where in self._located]
         addresses = [(tensor, address) for tensor, address, _, _ in located]
-        parts = _chunks(compared, 2), _chunks(addresses, _TURN), _chunks(located, 2)
+        parts = _chunks(compared, 1), _chunks(addresses, _TURN), _chunks(located, 1)
         turns = [[part[at % len(part)] for part in parts] for at in range(max(map(len, parts)))]
         self._turns = itertools.cycle([(always + held, *others) for held, *others in turns])
         self._whole = compared, addresses, located

@@ -184,10 +184,11 @@ def test_a_full_graph_s_step_asks_torch_for_no_mode_and_no_event(
     def refuse(*args: object) -> None:
         raise AssertionError("a stream, an event or a mode was asked for")
 
-    with monkeypatch.context() as patch:
+    with torch.enable_grad(), torch.autocast("cuda"), monkeypatch.context() as patch:
         for name in ("record", "synchronize"):
             patch.setattr(torch.cuda.Event, name, refuse)
         patch.setattr(torch, "is_autocast_enabled", refuse)
-        with torch.enable_grad(), torch.autocast("cuda"):
-            got = [t.clone() for t in call.step()]
+        patch.setattr(torch, "is_grad_enabled", refuse)
+        call.step()
+    got = [t.clone() for t in call.results]
     torch.testing.assert_close(tuple(got), wanted)
