@@ -40,17 +40,23 @@ def bench_warm_start(device: str, compiler: str = "inductor") -> dict[str, Any]:
     """Time new processes from the end of `import torch`: cold, then warm, with empty compiler dirs.
 
     A 32-layer Llama. The compilers' folders are temporary ones in every start, so a warm start has
-    only what the store gives it.
+    only what the store gives it. All starts have Python's bytecode, as pip leaves an installation:
+    an image may lack it, and every import then compiles its source.
     """
     dims = ["model.num_layers=32", "model.hidden_size=512", "model.num_heads=8"]
     with tempfile.TemporaryDirectory() as folder:
         overrides = ["model=llama", *dims, f"device={device}", f"compiler={compiler}"]
-        overrides += ["capture.sizes=[1,8]", "capture.self_check=false", f"cache.dir={folder}"]
-        row: dict[str, Any] = {start: _child(overrides) for start in ("cold", "warm", "warm_again")}
-        bare = {**os.environ, "PATH": "/nonexistent"}
+        overrides += ["capture.sizes=[1,8]", "capture.self_check=false"]
+        bytecode = {"PYTHONPYCACHEPREFIX": f"{folder}/bytecode", "PYTHONDONTWRITEBYTECODE": ""}
+        around = {**os.environ, **bytecode}
+        _child([*overrides, "cache.mode=off"], around)
+        overrides.append(f"cache.dir={folder}/store")
+        starts = ("cold", "warm", "warm_again")
+        row: dict[str, Any] = {start: _child(overrides, around) for start in starts}
+        bare = {**around, "PATH": "/nonexistent"}
         row["warm_without_compilers_on_path"] = _child(overrides, bare)
         if device == "cuda" and compiler == "inductor":
-            row["cold_inductor"] = _child([*overrides, "partition.strategy=inductor"])
+            row["cold_inductor"] = _child([*overrides, "partition.strategy=inductor"], around)
     ratio = row["warm_again"]["ready_to_capture_s"] / row["cold"]["ready_to_capture_s"]
     row["warm_to_cold"] = round(ratio, 3)
     return row
@@ -61,7 +67,7 @@ def bench_warm_start_eager(device: str) -> dict[str, Any]:
     return bench_warm_start(device, "eager")
 
 
-def _child(overrides: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
+def _child(overrides: list[str], environment: dict[str, str]) -> dict[str, Any]:
     command = [sys.executable, "-c", _CHILD, json.dumps(overrides)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:

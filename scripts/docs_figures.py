@@ -6,6 +6,7 @@ that name makes between them. `scripts/docs outputs` writes them; a test compare
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -36,31 +37,76 @@ def _us(time: float) -> str:
     return f"{time:.0f}" if time >= 100 else f"{time:.1f}"
 
 
+def _chain(*runs: dict[str, Any]) -> str:
+    """Return the yardstick beside some figures, its least and most: the card's state."""
+    seen = [time for run in runs for time in run["chain_us"]]
+    ends = sorted({f"{min(seen):.2f}", f"{max(seen):.2f}"})
+    return " to ".join(ends)
+
+
 def calls() -> str:
-    """Whole calls beside a graph made by hand of the same program."""
-    raw = _raw("calls-h200")
-    call, plain = raw["call"], raw["piecewise"]["inductor"]["plain"]
-    full, piecewise = ("2x512_full", "32x512_full"), ("2x512_piecewise", "32x512_piecewise")
+    """Whole calls beside graphs made by hand, reduce-overhead and the module as it is."""
+    raw = _raw("bench-h200")["call"]
+    models = (raw["small_full"]["8"], raw["32x512_full"]["8"])
+    piecewise = (None, raw["32x512_piecewise"]["8"])
     kinds = [
-        ("CUDA graph made by hand: copy in, replay, clone", full, "hand_made"),
-        ("`runner(x)`, full graph", full, "clone"),
-        ("`runner(x)`, full graph, `outputs=view`", full, "view"),
-        ("`runner(x)`, piecewise: 3 and 33 graphs", piecewise, "clone"),
-        ("`runner(x)`, piecewise, `outputs=view`", piecewise, "view"),
+        ("the module without graphs, eager", models, "plain"),
+        ('`torch.compile(mode="reduce-overhead")`, cloned', models, "reduce_overhead"),
+        ("CUDA graph made by hand: copy in, replay, clone", models, "hand_made"),
+        ("`runner(x)`, full graph", models, "clone"),
+        ("`runner(x)`, full graph, `outputs=view`", models, "view"),
+        ("`runner.prepare(8)`, `step()`, full graph", models, "prepared"),
+        ("33 graphs in a loop made by hand: copy in, clone", piecewise, "hand_made"),
+        ("`runner(x)`, piecewise", piecewise, "clone"),
+        ("`runner.prepare(8)`, `step()`, piecewise", piecewise, "prepared"),
     ]
-    rows = [
-        [
-            "the module without graphs, eager",
-            "not timed",
-            "not timed",
-            _us(plain["step_us"]),
-            _us(plain["host_us"]),
+    table = []
+    for label, runs, kind in kinds:
+        cells = [
+            ("", "") if run is None else (_us(run[kind]["step_us"]), _us(run[kind]["host_low_us"]))
+            for run in runs
         ]
+        chain = _chain(*(run[kind] for run in runs if run is not None))
+        table.append([label, *itertools.chain(*cells), chain])
+    head = ["µs per call, 8 rows", "2 products", "host", "32 layers", "host", "yardstick"]
+    return _table(head, table)
+
+
+def rows() -> str:
+    """Calls of several row counts."""
+    raw = _raw("bench-h200")["call"]
+    labels = {
+        "bare": "its steps alone",
+        "clone": "`runner(x)`",
+        "hand_made": "made by hand",
+        "reduce_overhead": "reduce-overhead",
+        "plain": "eager",
+    }
+    table = []
+    for name, mode in (("32x512_full", "full"), ("32x512_piecewise", "piecewise")):
+        for count, run in raw[name].items():
+            cells = [_us(run[kind]["step_us"]) if kind in run else "" for kind in labels]
+            seen = [run[kind] for kind in labels if kind in run]
+            table.append([f"{mode}, {count} rows", *cells, _chain(*seen)])
+    return _table(["µs, back to back", *labels.values(), "yardstick"], table)
+
+
+def decode() -> str:
+    """A decode of 8 requests by how its batch is given."""
+    raw = _raw("bench-h200")["decode"]
+    labels = {
+        "full": "the full graph alone",
+        "prepared": "`prepared.step()`, updated before",
+        "checked": "`runner(…, batch=CheckedBatch)`",
+        "numpy": "`runner(…, batch=Batch)` of numpy arrays",
+        "lists": "`runner(…, batch=Batch)` of lists",
+    }
+    table = [
+        [label, _us(run["host_low_us"]), _us(run["step_us"]), _chain(run)]
+        for kind, label in labels.items()
+        if (run := raw.get(kind))
     ]
-    for label, models, kind in kinds:
-        times = [call[model][kind][figure] for model in models for figure in ("step_us", "host_us")]
-        rows.append([label, *map(_us, times)])
-    return _table(["µs per call, 8 rows", "2 layers", "host", "32 layers", "host"], rows)
+    return _table(["decode of 8 requests", "host µs", "back to back", "yardstick"], table)
 
 
 def stitched() -> str:
@@ -187,6 +233,8 @@ def floor() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "calls": calls,
+    "rows": rows,
+    "decode": decode,
     "stitched": stitched,
     "strategies": strategies,
     "starts": starts,

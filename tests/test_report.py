@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pcgsvc.capture.capture import GraphTable
 from pcgsvc.report.progress import Lines, progress_for
 from pcgsvc.report.report import write_report
 from pcgsvc.report.tables import console, show_place, show_report, show_text
@@ -118,6 +119,22 @@ def shown(report: dict[str, Any], width: int, *, terminal: bool = False) -> str:
     show_report(out, report)
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
+
+
+def test_device_memory_is_shown_in_parts_and_the_rest_is_kernels(
+    report: dict[str, Any], validate_report: Any
+) -> None:
+    table = GraphTable(
+        pool_bytes=24 << 20, device_bytes=144 << 20, graph_bytes=18 << 20, workspace_bytes=34 << 20
+    )
+    parts = table.without({}).device_parts
+    assert parts["kernels"] == 68 << 20
+    assert sum(parts.values()) == table.device_bytes
+    assert not GraphTable(pool_bytes=1).device_parts
+    report["graphs"] |= {"device_bytes": table.device_bytes, "device_parts": parts}
+    validate_report(report)
+    words = "144.0 MiB of the device (pool 24.0, workspaces 34.0, graphs 18.0, kernels 68.0)"
+    assert words in " ".join(shown(report, 200).split())
 
 
 def header_of(text: str) -> list[str]:
