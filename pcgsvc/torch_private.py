@@ -393,7 +393,7 @@ def tuned_for(rows: int, inputs: Sequence[Any]) -> Iterator[None]:
 
     `inputs`: of the graph; they share one symbol, the row count.
     """
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     shapes = [x.shape if isinstance(x, torch.Tensor) else (x,) for x in inputs]
     symbolic = [n.node for shape in shapes for n in shape if isinstance(n, torch.SymInt)]
