@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pcgsvc.config import CaptureConfig, Config, Graphs, Mode
+from pcgsvc.config import Collectives, Config, Graphs, Mode
 from pcgsvc.config.resolve import GEMV_ROWS, wants_gemv
 from pcgsvc.forward.request import Request, attention_of
 from pcgsvc.ops.attention import AttentionBackend
+from pcgsvc.ops.collectives import COLLECTIVES
 from pcgsvc.ops.modes import FULL, NEAR_ROWS, NONE, PIECEWISE, Resolution, gaps, resolve_mode
 from pcgsvc.ops.registry import find_spec
 from pcgsvc.ops.support import Support
@@ -63,6 +64,9 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
     resolution, support = resolve_boundaries(config, image, attention_of(request))
     query_len = config.capture.uniform_query_len
     by_default = config.mode is Config().mode and not config.strict
+    wanted = wanted_entries(resolution, sizes, query_len, config.attention.max_num_reqs)
+    if config.capture.graphs is Graphs.OFF:
+        wanted = []
     plan = CapturePlan(
         config=config,
         resolution=resolution,
@@ -72,15 +76,13 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
             *(() if by_default else resolution.reasons),
             *request.warnings,
             *no_uniform_size(resolution, sizes, query_len),
-            *far_sizes(resolution, sizes, config.capture),
+            *far_sizes(wanted, config.capture.max_padding),
             *(f"runs uncompiled: {found}" for found in image.uncompiled.values()),
             *_idle_gemv(request),
         ],
         notes=[*resolution.reasons] if by_default else [],
     )
-    if config.capture.graphs is Graphs.OFF:
-        return plan
-    for key in wanted_entries(resolution, sizes, query_len, config.attention.max_num_reqs):
+    for key in wanted:
         broken = image.predicate.broken_by(key[1].num_tokens)
         if broken is None:
             plan.entries.append(key)
@@ -145,18 +147,17 @@ def no_uniform_size(resolution: Resolution, sizes: Sequence[int], query_len: int
     ]
 
 
-def far_sizes(resolution: Resolution, sizes: Sequence[int], capture: CaptureConfig) -> list[str]:
-    """Return what to warn of: calls that no size serves, since the next is too far from them."""
-    general = [] if resolution.mixed is NONE else gaps(sizes, capture.max_padding)
-    uniform = []
-    if resolution.own_uniform:
-        own = [size for size in sizes if size % capture.uniform_query_len == 0]
-        uniform = [gap for gap in gaps(own, capture.max_padding) if gap not in general]
+def far_sizes(entries: Sequence[EntryKey], max_padding: int) -> list[str]:
+    """Return what to warn of: calls that no entry serves, since the next is too far from them."""
+    general, uniform = (
+        gaps([key.num_tokens for _, key in entries if key.uniform is kind], max_padding)
+        for kind in (False, True)
+    )
     what = [("calls", "graph", gap) for gap in general]
-    what += [("uniform batches", "full graph", gap) for gap in uniform]
+    what += [("uniform batches", "full graph", gap) for gap in uniform if gap not in general]
     return [
         f"capture.sizes: {calls} of {low} to {high} rows get no {graph}: the next size, {size}, is "
-        f"more than capture.max_padding={capture.max_padding} times their rows and more than "
+        f"more than capture.max_padding={max_padding} times their rows and more than "
         f"{NEAR_ROWS} rows away. Add sizes between, or raise capture.max_padding"
         for calls, graph, (low, high, size) in what
     ]
@@ -197,6 +198,8 @@ def support_of(name: str, config: Config, attention: type[AttentionBackend] | No
     op = find_spec(name)
     if op is None:
         return Support.NEVER
+    if name in COLLECTIVES and config.parallel.collectives is Collectives.REGION:
+        return Support.ALWAYS
     if op.support is not None:
         return op.support
     return attention.cudagraph_support if attention is not None else Support.NEVER
