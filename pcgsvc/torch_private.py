@@ -467,7 +467,7 @@ def tuned_for(rows: int, inputs: Sequence[Any]) -> Iterator[None]:
 
     `inputs`: of the graph; they share one symbol, the row count.
     """
-    import sympy  # type: ignore[import-untyped]
+    import sympy
 
     shapes = [x.shape if isinstance(x, torch.Tensor) else (x,) for x in inputs]
     symbolic = [n.node for shape in shapes for n in shape if isinstance(n, torch.SymInt)]
