@@ -164,6 +164,16 @@ def test_what_is_read_elsewhere_stays() -> None:
     assert parts(call) == (True, False, False)
 
 
+def test_a_norm_by_a_number_or_by_one_weight_is_no_norm_of_ours() -> None:
+    for number in (True, False):
+        b = Builder(1)
+        normed = b.norm(b.x, b.input(1))
+        if number:
+            normed.args = (2.0, normed.args[1])
+        (call,) = b.fused(b.product(normed, WIDTH))
+        assert parts(call) == (False, False, False)
+
+
 def test_a_bias_is_no_residual() -> None:
     b = Builder(4)
     (call,) = b.fused(b.op(aten.add.Tensor, b.product(b.x, WIDTH), b.input(WIDTH)))

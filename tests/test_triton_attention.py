@@ -183,6 +183,12 @@ def test_splits_fit_the_scratch_and_fill_the_device(rows: int, single: bool) -> 
     )
 
 
+def test_single_rows_get_fewer_warps_the_fewer_there_are() -> None:
+    assert [plan(rows).tiling.num_warps for rows in (1, 16, 17, 256)] == [1, 1, 2, 2]
+    assert [plan(rows).tiling.block_n for rows in (16, 17)] == [32, 64]
+    assert plan(16, single=False).tiling.num_warps == 4
+
+
 def test_short_sequences_are_not_split() -> None:
     assert plan(1, max_keys=32).splits == 1
     assert plan(1, max_keys=33).splits == 2

@@ -116,13 +116,13 @@ def _replace(graph: torch.fx.Graph, product: torch.fx.Node) -> str | None:
     )
     if choice.plan is None:
         return choice.problem
-    last, norm, residual, found = gated or product, None, None, dict[str, Any]()
-    # Several rows are normed as they are loaded, by every program again: slower than a kernel.
-    if rows == 1 and _matches(x, _NORM, found) and found["norm"].meta["val"].dim() == 1:
-        x, norm = found["x"], found["norm"]
+    last, norm, eps, residual = gated or product, None, 0.0, None
+    # Every program norms the rows for itself; of several rows that takes longer than one kernel.
+    if rows == 1 and (normed := _norm_of(x)) is not None:
+        x, norm, eps = normed
     if gated is None and (added := _sum_of(product)) is not None:
         last, residual = added
-    eps, plan = found.get("eps", 0.0), list(choice.plan)
+    plan = list(choice.plan)
     with graph.inserting_before(last):
         made = graph.call_function(
             torch.ops.pcgsvc.gemv.default, (x, weight, norm, residual, gated is not None, eps, plan)
@@ -133,11 +133,26 @@ def _replace(graph: torch.fx.Graph, product: torch.fx.Node) -> str | None:
     return None
 
 
-def _sum_of(product: torch.fx.Node) -> tuple[torch.fx.Node, Any] | None:
-    """Return the only user of a product if it adds a matrix of its shape, and that matrix."""
-    (user, *others) = product.users
+def _norm_of(x: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node, float] | None:
+    """Return the rows that an RMS norm gives as x, its weight and its epsilon."""
     found: dict[str, Any] = {}
-    if others or not _matches(user, (aten.add.Tensor, "residual", product), found):
+    if not _matches(x, _NORM, found):
+        return None
+    weight, eps = found["norm"], found["eps"]
+    if not isinstance(weight, torch.fx.Node) or not isinstance(eps, float):
+        return None
+    one_each = tuple(weight.meta["val"].shape) == (x.meta["val"].shape[1],)
+    return (found["x"], weight, eps) if one_each else None
+
+
+def _only_user(node: torch.fx.Node) -> torch.fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _sum_of(product: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
+    """Return the only user of a product if it adds a matrix of its shape, and that matrix."""
+    user, found = _only_user(product), dict[str, Any]()
+    if user is None or not _matches(user, (aten.add.Tensor, "residual", product), found):
         return None
     residual = found["residual"]
     if not isinstance(residual, torch.fx.Node):
@@ -148,24 +163,16 @@ def _sum_of(product: torch.fx.Node) -> tuple[torch.fx.Node, Any] | None:
 
 def _swiglu_of(product: torch.fx.Node) -> torch.fx.Node | None:
     """Return `silu(first half) * second half` of a product, where nothing else reads the halves."""
-    (split, *others) = product.users
-    half = product.meta["val"].shape[1] // 2
-    if (
-        others
-        or split.target is not aten.split.Tensor
-        or split.args[1:]
-        not in (
-            (half, -1),
-            (half, 1),
-        )
-    ):
+    split, half = _only_user(product), product.meta["val"].shape[1] // 2
+    if split is None or split.target is not aten.split.Tensor:
+        return None
+    if split.args[1:] not in ((half, -1), (half, 1)):
         return None
     halves = {n.args[1]: n for n in split.users if n.target is operator.getitem}
-    if set(halves) != {0, 1} or any(len(n.users) != 1 for n in halves.values()):
+    if set(halves) != {0, 1} or _only_user(halves[0]) is None:
         return None
-    (last,) = halves[1].users
-    found: dict[str, Any] = {"gate": halves[0], "up": halves[1]}
-    return last if _matches(last, _SWIGLU, found) else None
+    last = _only_user(halves[1])
+    return last if _matches(last, _SWIGLU, {"gate": halves[0], "up": halves[1]}) else None
 
 
 def _matches(value: Any, pattern: Any, found: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     block_n: int
     """Columns of a program."""
     block_k: int
-    """Features per step of its loop; they divide all features."""
+    """Features per step of its loop; it divides all features."""
     stages: int
     """Steps whose weights are under way at once."""
     num_warps: int
@@ -77,6 +77,10 @@ def launch(
     """Compute `pcgsvc::gemv` on the GPU; `kernel`: compiled apart from the one that steps use."""
     from pcgsvc.ops import triton_gemv  # not at the top: optional, and slow to import
 
+    # Inductor may have laid an intermediate out otherwise than the graph that the pass saw.
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weight = weight.contiguous()
+    norm, residual = (t if t is None else t.contiguous() for t in (norm, residual))
     rows, features = x.shape
     out = x.new_empty(rows, weight.shape[0] // (2 if gated else 1))
     block_n, block_k, stages, num_warps = plan
@@ -103,7 +107,6 @@ def launch(
     return out
 
 
-@functools.cache
 def choose_plan(
     rows: int, weight_rows: int, features: int, gated: bool, device: torch.device
 ) -> Choice:
@@ -120,30 +123,30 @@ def choose_plan(
         The fastest plan. None if torch is faster, or the first plan that fits gives wrong results.
     """
     shape = f"{rows} rows by [{weight_rows}, {features}]"
-    plans = [p for p in _PLANS[rows == 1, gated] if features % p.block_k == 0]
     try:
         with torch_private.real_tensors(), torch.cuda.device(device):
-            times = _timed(rows, weight_rows, features, gated, plans)
+            times = _timed(rows, weight_rows, features, gated, device)
     except torch.OutOfMemoryError:
         return Choice(None, f"products of {shape}: no memory to time them in")
     except ArithmeticError as error:
         return Choice(None, f"products of {shape}: {error}")
-    own = times.pop(None)
-    best = min(times, key=times.__getitem__, default=None)
-    logger.info("gemv: %s: torch %.1f µs; %s", shape, own, times)
-    return Choice(best if best is not None and times[best] < own else None)
+    finally:
+        torch.cuda.empty_cache()
+    logger.info("gemv: %s, µs by plan, torch's as None: %s", shape, times)
+    return Choice(min(times, key=times.__getitem__))
 
 
+@functools.cache
 def _timed(
-    rows: int, weight_rows: int, features: int, gated: bool, plans: Sequence[Plan]
-) -> dict[Plan | None, float]:
+    rows: int, weight_rows: int, features: int, gated: bool, device: torch.device
+) -> Mapping[Plan | None, float]:
     """Return the µs of each plan, and of torch's product under None."""
     import triton
 
-    generator = torch.Generator("cuda").manual_seed(0)
-    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    generator = torch.Generator(device).manual_seed(0)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
     copies = -(-4 * cache // (2 * weight_rows * features))
-    where: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    where: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     weights = torch.empty(copies, weight_rows, features, **where).normal_(generator=generator)
     x = torch.randn(rows, features, generator=generator, **where) / features**0.5
     times: dict[Plan | None, float] = {
@@ -152,10 +155,11 @@ def _timed(
     kernel = _trial_kernel()
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        for plan in plans:
-            one = functools.partial(launch, x, gated=gated, plan=plan, kernel=kernel)
-            _compare(one(weights[0, :_CHECKED]), x, weights[0, :_CHECKED], gated)
-            times[plan] = _time([functools.partial(one, w) for w in weights])
+        for plan in _PLANS[rows == 1, gated]:
+            if features % plan.block_k == 0:
+                one = functools.partial(launch, x, gated=gated, plan=plan, kernel=kernel)
+                _compare(one(weights[0, :_CHECKED]), x, weights[0, :_CHECKED], gated)
+                times[plan] = _time([functools.partial(one, w) for w in weights])
     return times
 
 

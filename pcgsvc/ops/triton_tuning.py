@@ -155,8 +155,8 @@ def _single_tiling(shape: Shape, rows: int) -> Tiling:
     keys and 0.73 for 1 of 4,096; for 32 requests 0.99, where programs of one warp take 1.05.
     """
     tiling = _tiling(shape, block_m=16)
-    if shape.itemsize > 2 or tiling.block_m > 16:
-        return tiling
+    if shape.itemsize > 2 or tiling.block_m > 16 or shape.head_pad > 128:
+        return tiling  # too much for the registers of so few warps
     if 2 * rows * shape.num_kv_heads > shape.slots:
         return replace(tiling, num_warps=2)
     return replace(tiling, block_n=max(16, tiling.block_n // 2), num_warps=1)

@@ -49,6 +49,19 @@ def test_results_are_those_of_the_ops_in_float64(rows: int, kind: str) -> None:
         assert torch.equal(got, gemv(*args, list(plan)).double())
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_strided_operands_are_read_right(rows: int) -> None:
+    x, weight, _, residual, *_ = arguments(rows, 1024, 1024, "r")
+    plan = gemv_tuning._PLANS[rows == 1, False][0]
+    wide = torch.cat([x, x], 1)[:, :1024]
+    turned = residual.t().contiguous().t()
+    got = gemv(wide, weight, None, turned, False, 0.0, list(plan))
+    assert torch.equal(got, gemv(x, weight, None, residual, False, 0.0, list(plan)))
+    assert torch.equal(
+        gemv(x.t().contiguous().t(), weight, None, residual, False, 0.0, list(plan)), got
+    )
+
+
 def test_a_plan_is_chosen_and_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     for gated in (False, True):
