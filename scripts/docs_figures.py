@@ -60,12 +60,22 @@ def calls() -> str:
     for label, models, kind in kinds:
         times = [call[model][kind][figure] for model in models for figure in ("step_us", "host_us")]
         rows.append([label, *map(_us, times)])
+    later = {name: row["whole_call_grids"] for name, row in _stitched_rows().items()}
+    beside = ", ".join(f"{name} {_us(later[name]['step_us'])}" for name in ("full", "pieces"))
+    times = [later["stitched"][figure] for figure in ("step_us", "host_us")]
+    label = f"`runner(x, batch=…)`, stitched, new lengths each call (in that run: {beside})"
+    rows.append([label, "not timed", "not timed", *map(_us, times)])
     return _table(["µs per call, 8 rows", "2 layers", "host", "32 layers", "host"], rows)
+
+
+def _stitched_rows() -> Any:
+    raw = _raw("stitched-h200")["decoder"]
+    return {name: raw[name] for name in ("full", "pieces", "stitched", "stitched_without_plan")}
 
 
 def stitched() -> str:
     """A boundary's kernels set in one graph, beside pieces and one graph whose lengths froze."""
-    raw = _raw("stitched-h200")["decoder"]
+    raw = _stitched_rows()
     names = {
         "full": "one full graph, its lengths frozen",
         "pieces": "pieces: 33 graphs",
@@ -83,6 +93,20 @@ def stitched() -> str:
         rows.append(cells)
     head = ["µs per step, 8 rows", "integers change", "÷ full", "host"]
     return _table([*head, "grids change too", "÷ full", "host"], rows)
+
+
+def stitched_llama() -> str:
+    """Launches that are the same at every step, behind wide layers."""
+    raw = _raw("stitched-h200")["llama_8b"]
+    ratio, host = (
+        raw["to_full"],
+        {name: _us(raw[name]["host_us"]) for name in ("pieces", "stitched")},
+    )
+    return (
+        f"Llama-3-8B shapes ({raw['layers']} layers, eager, 8 requests of 512 tokens) take "
+        f"{ratio['stitched']:.3f} times the full graph's time and {host['stitched']} µs of the host; "
+        f"in pieces {ratio['pieces']:.3f} times and {host['pieces']} µs.\n"
+    )
 
 
 def strategies() -> str:
@@ -178,6 +202,7 @@ def llama_8b() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "calls": calls,
     "stitched": stitched,
+    "stitched_llama": stitched_llama,
     "strategies": strategies,
     "starts": starts,
     "warm": warm,
