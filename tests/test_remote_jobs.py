@@ -32,7 +32,7 @@ def test_what_one_machine_compiles_another_one_starts_warm_with(
     cached_cli: Cli, remote: str, tmp_path: Path, validate_report: object
 ) -> None:
     assert callable(validate_report)
-    first = cached_cli("job=compile", "cache.prove=true", remote)
+    first = cached_cli("job=compile", remote)
     assert (first.code, first.start[0]) == (0, "cold")
     found = first.reports[-1]["cache"]["remote"]
     assert (found["unpublished"], found["problems"]) == (0, [])
@@ -100,6 +100,15 @@ def test_strict_makes_an_error_of_what_the_remote_did_not_do(
     strict = cached_cli(remote, "strict=true", "cache.mode=refresh")
     assert strict.code == 1
     assert "NotADirectoryError" in strict.out
+
+
+def test_explain_and_doctor_ask_the_remote(cached_cli: Cli, url: str, tmp_path: Path) -> None:
+    remote = f"cache.remote={url}"
+    cached_cli("job=compile", remote)
+    explain = ["job=cache", "cache.action=explain", elsewhere(tmp_path)]
+    assert "miss: program" in cached_cli(*explain).out
+    assert "hit: program" in cached_cli(*explain, remote).out
+    assert f"{url} answers" in cached_cli("job=doctor", remote).out.replace("\n", "")
 
 
 # ---- push, pull, check ---------------------------------------------------------------------------
@@ -192,7 +201,8 @@ def test_two_processes_with_their_own_folders_and_one_remote_compile_once(
     nodes = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        words = [*TINY, "job=compile", remote, elsewhere(tmp_path / name, "cache")]
+        words = [*TINY, "job=compile", "cache.prove=true", remote]
+        words.append(elsewhere(tmp_path / name, "cache"))
         nodes.append((in_process(PLAIN, words, tmp_path / name), tmp_path / name))
     reports = []
     for process, folder in nodes:

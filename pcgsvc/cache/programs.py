@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ class Artifacts:
         self._kernels = BoundaryKernels(store, folder)
         self.specialized: dict[int, dict[str, CompiledPiece]] = {}
         """Pieces of the program for exact sizes, by size and hash."""
+        self._elsewhere = _Manifest()
+        """What the remote has under the key of a program that is stored here, and does not fit."""
         self._companion_keys: set[str] = set()
         """Keys of what the stored program has beside its pieces; see `finish`."""
         # Where it is told with its values as well, the names of the facts would stand twice.
@@ -127,10 +129,9 @@ class Artifacts:
         found = self._store.get_program(key_of(facts))
         if found.value is None:
             raise NoProgramError(f"{found.miss}{self._versions(facts)}{self._nearest(facts)}")
-        manifest = _read_manifest(found.value)
-        self._companion_keys = set(manifest.companion_keys)
         reasons = []
-        for data in manifest.variants:
+        for manifest, data in self._candidates(key_of(facts), found.value):
+            self._companion_keys = set(manifest.companion_keys)
             try:
                 image = from_json(data)
                 self._still_holds(image, module, constants)
@@ -145,6 +146,16 @@ class Artifacts:
             self.watch_kernels()
             return image, pieces
         raise NoProgramError("; ".join(dict.fromkeys(reasons)) or "no program in the entry")
+
+    def _candidates(self, key: str, value: bytes) -> Iterator[tuple[_Manifest, bytes]]:
+        """Yield the variants of an entry, then those that only the remote has under its key."""
+        known = _read_manifest(value)
+        yield from ((known, data) for data in known.variants)
+        other = None if self._store.sharing is None else self._store.sharing.other_program(key)
+        if other is not None:
+            self._elsewhere = _read_manifest(other)
+            new = [data for data in self._elsewhere.variants if data not in known.variants]
+            yield from ((self._elsewhere, data) for data in new)
 
     def load_all(self, info: ProgramInfo) -> str | None:
         """Load every program under one key as a start does, but for what a module must have.
@@ -182,7 +193,7 @@ class Artifacts:
 
     def _versions(self, facts: Mapping[str, Any]) -> str:
         """Return of which versions the remote's programs are, if none is of this one."""
-        sharing = self._store.sharing
+        sharing = None if self._store.refresh else self._store.sharing
         versions = () if sharing is None else sharing.foreign_versions(facts)
         return f", whose programs are of {', '.join(versions[:4])}" if versions else ""
 
@@ -268,10 +279,16 @@ class Artifacts:
             self.save(facts, image)
 
     def _known(self, key: str) -> _Manifest:
+        """Return what is stored under a key, here and on the remote."""
         try:
-            return _read_manifest(self._store.read(Kind.PROGRAM, key).payload)
+            known = _read_manifest(self._store.read(Kind.PROGRAM, key).payload)
         except MissError:
-            return _Manifest()
+            known = _Manifest()
+        variants, companions = (
+            list(dict.fromkeys([*ours, *theirs]))
+            for ours, theirs in zip(astuple(known), astuple(self._elsewhere), strict=True)
+        )
+        return _Manifest(variants, companions)
 
     def _others(self, known: _Manifest, image: ProgramImage) -> Iterator[tuple[bytes, set[str]]]:
         """Yield the variants of an entry that an image does not replace, and their pieces."""

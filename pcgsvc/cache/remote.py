@@ -47,6 +47,8 @@ _UNSIGNED = bytes(_NUM_MAC_BYTES)
 _FILE, _HERE = ("file", "local"), ("file", "local", "memory")
 """Protocols of this machine, which need no key."""
 
+_VERSION = re.compile(r"[\w.-]{1,200}")
+
 T = TypeVar("T")
 
 
@@ -111,8 +113,8 @@ class Remote:
     # ---- other objects ---------------------------------------------------------------------------
 
     def versions(self) -> list[str]:
-        """Return the names below `versions/`."""
-        return sorted(self._listed("versions"))
+        """Return the names below `versions/`, but for those that no `version_of` gives."""
+        return sorted(name for name in self._listed("versions") if _VERSION.fullmatch(name))
 
     def read(self, name: str) -> bytes | None:
         """Return an object as it is; None: it is not there."""
@@ -239,7 +241,8 @@ class Remote:
 
     def _listed(self, folder: str) -> dict[str, int]:
         """Return the sizes of the objects in a folder, by name in it."""
-        found = self._bounded(lambda: self._fs.find(self._path(folder), detail=True))
+        # A folder that is not there is empty for `find`; what it raises for is a bucket, say.
+        found = self._bounded(lambda: self._fs.find(self._path(folder), detail=True), absent=False)
         return {path.rsplit("/", 1)[-1]: int(info["size"] or 0) for path, info in found.items()}
 
     def _bounded(self, work: Callable[[], T], *, absent: bool = True) -> T:

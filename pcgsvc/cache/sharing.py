@@ -24,7 +24,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pcgsvc.cache.entries import Entries
-from pcgsvc.cache.envelope import AbsentError, Entry, Kind, MissError, UnavailableError, encode
+from pcgsvc.cache.envelope import (
+    AbsentError,
+    Entry,
+    Kind,
+    MissError,
+    UnavailableError,
+    encode,
+    name_of,
+)
 from pcgsvc.cache.remote import Remote, RemoteError, version_of
 
 logger = logging.getLogger(__name__)
@@ -46,10 +54,11 @@ class Sharing:
     Args:
         remote: which; None of its failures comes out.
         entries: of the store, from which entries are published.
+        keep: stores a fetched entry.
     """
 
-    def __init__(self, remote: Remote, entries: Entries) -> None:
-        self._remote, self._entries = remote, entries
+    def __init__(self, remote: Remote, entries: Entries, keep: Callable[[Entry], bool]) -> None:
+        self._remote, self._entries, self._keep = remote, entries, keep
         self.problems: list[str] = []
         """What was not done as asked, in words; each was logged."""
         self._counts = dict.fromkeys(("hits", "misses", "refused", "published", "waited"), 0)
@@ -78,30 +87,37 @@ class Sharing:
 
     # ---- fetching --------------------------------------------------------------------------------
 
-    def fetch(self, kind: Kind, key: str, *, pieces: bool) -> list[Entry]:
-        """Return an entry of the remote, as the last of a list.
-
-        Args:
-            kind: of the entry.
-            key: of the entry.
-            pieces: whether the pieces of a program that are not in the store come before it.
+    def fetch(self, kind: Kind, key: str) -> Entry:
+        """Return an entry of the remote; where the store is written, it and its pieces are kept.
 
         Raises:
             MissError: there is none that may be loaded.
         """
+        found = self._fetched(kind, key)
+        self._keep(found)
+        return found
+
+    def other_program(self, key: str) -> bytes | None:
+        """Return the manifest that the remote has of a program; its pieces are kept, it is not."""
+        try:
+            return self._fetched(Kind.PROGRAM, key).payload
+        except MissError:
+            return None
+
+    def _fetched(self, kind: Kind, key: str) -> Entry:
+        """Return an entry, after its pieces were kept."""
         (found,) = self._get(kind, [key])
         if isinstance(found, MissError):
             raise self._missed(kind, key, found)
-        missing = [piece for piece in found.pieces if pieces and not self._has_piece(piece)]
-        parts: list[Entry] = []
-        for name, part in zip(missing, self._get(Kind.PIECE, missing), strict=True):
+        # Else they are fetched when each is asked for.
+        wanted = found.pieces if self._entries.writable else ()
+        missing = [piece for piece in wanted if not self._has_piece(piece)]
+        for piece, part in zip(missing, self._get(Kind.PIECE, missing), strict=True):
             if isinstance(part, MissError):
-                cause = self._missed(Kind.PIECE, name, part)
-                raise type(cause)(f"its piece {name[:12]} {cause}") from cause
-            parts.append(part)
-        self._counts["hits"] += 1 + len(parts)
-        self._there |= {(entry.kind, entry.key) for entry in [*parts, found]}
-        return [*parts, found]
+                cause = self._missed(Kind.PIECE, piece, part)
+                raise type(cause)(f"its piece {piece[:12]} {cause}") from cause
+            self._keep(part)
+        return found
 
     def has(self, kind: Kind, key: str) -> bool:
         """Whether the remote has an entry, sound or not."""
@@ -114,7 +130,12 @@ class Sharing:
 
     def _get(self, kind: Kind, keys: Sequence[str]) -> Sequence[Entry | MissError]:
         found = self._try("read", lambda: self._remote.get(kind, keys))
-        return [UnavailableError(self._down["read"])] * len(keys) if found is None else found
+        if found is None:
+            return [UnavailableError(self._down["read"])] * len(keys)
+        there = {(each.kind, each.key) for each in found if isinstance(each, Entry)}
+        self._counts["hits"] += len(there)
+        self._there |= there
+        return found
 
     def _has_piece(self, key: str) -> bool:
         try:
@@ -138,6 +159,11 @@ class Sharing:
         """Have the thread write an entry of the store to the remote."""
         self._num_wanted += 1
         self._later(lambda: self._publish(kind, key))
+
+    def drop(self, kind: Kind, key: str) -> None:
+        """Have the thread delete an entry that has turned out wrong, lest others load it."""
+        self._there.discard((kind, key))
+        self._later(lambda: self._try("write", lambda: self._remote.remove(name_of(kind, key))))
 
     def settle(self) -> None:
         """Wait until all is published, as long as one call may take; what is left is given up."""

@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ class Store:
             writable=wanted and folder is not None and folder.writable,
         )
         self._index = Index(self._entries)
-        self.sharing = None if remote is None else Sharing(remote, self._entries)
+        self.sharing = None
+        if remote is not None:
+            self.sharing = Sharing(remote, self._entries, partial(self.put, publish=False))
         self._renewed: set[tuple[Kind, str]] = set()
         self._owners: set[tuple[int, str]] = set()
         self._logged: set[str] = set()
@@ -186,8 +189,9 @@ class Store:
 
     def available(self, kind: Kind, key: str) -> bool:
         """Whether an entry is in the store, or on the remote, where it may turn out unsound."""
-        if self.has(kind, key) or self.sharing is None or self.refresh:
-            return self.has(kind, key)
+        found = self.has(kind, key)
+        if found or self.sharing is None or self.refresh:
+            return found
         return self.sharing.has(kind, key)
 
     def put(self, entry: Entry, *, in_use: bool = True, publish: bool = True) -> bool:
@@ -222,12 +226,14 @@ class Store:
         return True
 
     def drop(self, kind: Kind, key: str) -> None:
-        """Delete one entry, in use or not; a missing one is fine.
+        """Delete one entry, in use or not, on the remote as well; a missing one is fine.
 
         Raises:
             CacheError: the store cannot be written.
         """
         self._require_writable("drop")
+        if self.sharing is not None:
+            self.sharing.drop(kind, key)
         try:
             self._entries.delete(kind, key)
         except WriteError as error:
@@ -265,18 +271,11 @@ class Store:
                 self._warn_once(f"{kind.value} {key[:12]}: a miss: {miss}", str(miss))
             if self.sharing is None:
                 return Lookup(None, str(miss))
-            return self._fetch(self.sharing, kind, key, str(miss))
+            try:
+                entry = self.sharing.fetch(kind, key)
+            except MissError as other:
+                return Lookup(None, f"{miss}; {other}")
         return Lookup(entry.payload, None, entry.facts, entry.pieces)
-
-    def _fetch(self, sharing: Sharing, kind: Kind, key: str, miss: str) -> Lookup:
-        """Return an entry of the remote, stored with its pieces if possible, or the miss."""
-        try:
-            found = sharing.fetch(kind, key, pieces=self.writable)
-        except MissError as other:
-            return Lookup(None, f"{miss}; {other}")
-        for entry in found:
-            self.put(entry, publish=False)
-        return Lookup(found[-1].payload, None, found[-1].facts, found[-1].pieces)
 
     def _require_pieces(self, program: Entry) -> None:
         """Refuse a program one of whose pieces failed to be stored, or was dropped meanwhile."""

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.cache.remote import RemoteError, open_remote
 from pcgsvc.cache.root import DataFolder, find_root, open_data_folder
 from pcgsvc.check.hazards import Observation, observe
 from pcgsvc.config import (
@@ -36,7 +37,7 @@ from pcgsvc.config import (
     to_dict,
 )
 from pcgsvc.config.devices import is_here
-from pcgsvc.errors import CacheError
+from pcgsvc.errors import CacheError, ConfigError
 from pcgsvc.events import Progress
 from pcgsvc.forward.plain import place_of, words_of
 from pcgsvc.jobs.plan.planner import plan
@@ -208,6 +209,20 @@ def _cache(cache: CacheConfig) -> Iterator[Finding]:
     found = f"{words.memory(free)} free, cache.max_bytes is {words.memory(cache.max_bytes)}"
     advice = "free some, or set cache.dir to another disk"
     yield Finding("disk", WARN if low else OK, found, advice if low else "")
+    yield from _remote(cache)
+
+
+def _remote(cache: CacheConfig) -> Iterator[Finding]:
+    try:
+        remote = open_remote(cache)
+        if remote is not None:
+            remote.versions()
+            yield Finding("remote", OK, f"{remote.url} answers")
+    except ConfigError as error:
+        yield Finding("remote", FAIL, str(error))
+    except RemoteError as error:
+        advice = "builds go on without it; look at the URL, its credentials and the network"
+        yield Finding("remote", WARN, f"{cache.remote}: {error}", advice)
 
 
 def _why_unwritable(folder: DataFolder) -> str:

@@ -26,9 +26,11 @@ class PreparedCall:
     results that must outlive it are to be copied. They are valid until the runner is closed.
 
     `step` runs what `update` said last. For a model with attention a second step needs a second
-    `update`, since the first one has moved the rows on. After another call of the runner, by
-    whomever, and on another stream, `step` is refused as well: `update` takes the buffers back, and
-    orders what follows after whatever ran before; inputs are then to be written again.
+    `update`, since the first one has moved the rows on; so does one on a stream that is not
+    torch's. After another call of the runner, and on another stream, `step` is refused as well:
+    `update` takes the buffers back, and orders what follows after what ran before; inputs are then
+    to be written again. Where other threads use the runner too, hold `runner.lock` from `update`
+    until the results are read.
     """
 
     def __init__(
@@ -113,20 +115,31 @@ class PreparedCall:
             return self._launch()
 
     def _launch(self) -> Any:
-        """Launch the graph, as `Calls.apart` would as far as a launch needs that."""
-        order = self._order
+        """Launch the graph: what `Calls` does around a call, as far as a launch needs that."""
+        order, route = self._order, self._route
         assert order is not None, "a launch without a stream"
         if torch_private.current_device() != order.index:
             with torch.cuda.device(order.index):
                 return self._launch()
         order.enter()
+        self._take()
+        route.calls += 1
         try:
-            return self._replay()
+            for step in route.replay.steps:
+                step()
         finally:
             order.leave()
+        route.hits += 1
+        return self.results
 
     def _replay(self) -> Any:
-        calls, route = self._calls, self._route
+        self._take()
+        self._calls.replay(self._route, self._context)
+        return self.results
+
+    def _take(self) -> None:
+        """Refuse a step whose buffers are not known to be right, and whose weights are not."""
+        calls, order = self._calls, self._order
         if calls.prepared is not self or not self._is_updated:
             calls.ensure_open()
             raise PcgError(
@@ -137,18 +150,11 @@ class PreparedCall:
                     else "the runner was called since, and its calls use the same buffers."
                 )
             )
-        if self._order is not None and self._order.raw != self._stream:
+        if order is not None and order.raw != self._stream:
             raise PcgError(
                 "step: called on another stream than update(), so that its inputs may still be "
                 "being written. Call update(batch) on this stream, write the inputs, and step."
             )
         calls.weights.check()
-        self._is_updated = not self._moves_on
-        if self._is_graph:
-            route.calls += 1
-            for step in route.replay.steps:
-                step()
-            route.hits += 1
-        else:
-            calls.replay(route, self._context)
-        return self.results
+        # The handle of a stream that is not torch's may be another stream's at the next step.
+        self._is_updated = not (self._moves_on or (order is not None and order.is_external))
