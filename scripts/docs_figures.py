@@ -104,8 +104,8 @@ def stitched_llama() -> str:
     )
     return (
         f"Llama-3-8B shapes ({raw['layers']} layers, eager, 8 requests of 512 tokens) take "
-        f"{ratio['stitched']:.3f} times the full graph's time and {host['stitched']} µs of the host; "
-        f"in pieces {ratio['pieces']:.3f} times and {host['pieces']} µs.\n"
+        f"{ratio['stitched']:.3f} times the full graph's time and {host['stitched']} µs of the "
+        f"host; in pieces {ratio['pieces']:.3f} times and {host['pieces']} µs.\n"
     )
 
 
