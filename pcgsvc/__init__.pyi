@@ -14,6 +14,7 @@ from pcgsvc.errors import ConfigError as ConfigError
 from pcgsvc.errors import ForwardError as ForwardError
 from pcgsvc.errors import HostReadError as HostReadError
 from pcgsvc.errors import PcgError as PcgError
+from pcgsvc.errors import PeerError as PeerError
 from pcgsvc.errors import SplitError as SplitError
 from pcgsvc.errors import StaleAddressError as StaleAddressError
 from pcgsvc.errors import StateError as StateError

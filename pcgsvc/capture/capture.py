@@ -125,6 +125,7 @@ def capture(
 
     Raises:
         CaptureError: nothing at all could be captured, or the device is broken.
+        PeerError: another process that captures the same is gone.
     """
     table = GraphTable()
     if not plan.entries and not plan.invalid:
@@ -139,11 +140,11 @@ def capture(
     total = len(plan.entries)
     with phases.phase("capture", total) as details, memory.on_stream(), _collector_held():
         for key in plan.entries:
-            try:
-                recorder.record(key, table)
-            except PcgError as error:
-                _skip(table, key, str(error))
-                failures += [error] if isinstance(error, CaptureError) else []
+            why = model.ranks.first(recorder.attempt(key, table, failures))
+            if why is not None:  # here, or at another rank
+                if table.entries.pop(key, None) is not None and not table.entries:
+                    engine.discard_pool()
+                _skip(table, key, why)
             phases.progress.advance()
         owned_bytes = sum(entry.owned_bytes for entry in table.entries.values())
         table.pool_bytes = engine.pool_bytes() + owned_bytes
@@ -183,6 +184,15 @@ class _Recorder:
     engine: Engine
     samples: Samples
     config: Config
+
+    def attempt(self, key: EntryKey, table: GraphTable, failures: list[CaptureError]) -> str | None:
+        """Record an entry, or return why it cannot be, and add that to the failures of capture."""
+        try:
+            self.record(key, table)
+        except PcgError as error:
+            failures += [error] if isinstance(error, CaptureError) else []
+            return str(error)
+        return None
 
     def record(self, key: EntryKey, table: GraphTable) -> None:
         """Warm an entry up, capture it, and put it into the table, or leave nothing of it.

@@ -121,6 +121,13 @@ class MoeBackend(enum.Enum):
     ALL_TO_ALL = "all_to_all"
 
 
+class Collectives(enum.Enum):
+    """Where collectives run: inside of graphs, or between them."""
+
+    REGION = "region"
+    BOUNDARY = "boundary"
+
+
 class Job(enum.Enum):
     """What `python -m pcgsvc` does."""
 

@@ -17,6 +17,7 @@ from pcgsvc.config.choices import (
     Arrivals,
     CacheAction,
     CacheMode,
+    Collectives,
     Compiler,
     ErrorMode,
     Graphs,
@@ -79,8 +80,8 @@ class ModelConfig:
     name: str = "llama"
     """Model family; one of the files under `conf/model/`."""
     preset: str = "tiny"
-    """Named set of dimensions of the family (llama: tiny, 160m, 1b, 8b; llama_moe: tiny, 8x7b;
-    encoder: tiny, minilm, base)."""
+    """Named set of dimensions of the family (llama: tiny, 160m, 1b, 8b, 70b; llama_moe: tiny,
+    8x7b; encoder: tiny, minilm, base)."""
     weights: str | None = None
     """Path of a `.gguf` or `.safetensors` checkpoint (encoder, minilm: of a folder with
     model.safetensors; module: of a state dict, `.safetensors` or written by torch.save); None:
@@ -161,6 +162,19 @@ class PartitionConfig:
     compile_modules: list[str] | None = None
     """With `strategy=breakable` and `compiler=inductor`: submodules that are compiled on their
     own, by name; None: the largest ones that hit no break."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """Processes that run one model together, each on a device of its own."""
+
+    tensor: Count = 1
+    """Processes that share the model's heads and features; torchrun starts as many. At least 1."""
+    collectives: Collectives | None = None
+    """`region` (captured inside graphs, which NCCL can do) or `boundary` (between them); None:
+    region on CUDA, boundary on the CPU."""
+    timeout_s: Annotated[float, Positive] = 60.0
+    """How long a process of whose peers one is gone goes on, in seconds; at least 1."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -290,6 +304,9 @@ class DebugConfig:
     poison: bool = False
     """Recorded graphs only: before a replay, fill the memory of all other entries with NaN, as
     sharing one graph pool may."""
+    check_calls: bool = False
+    """Where processes run a model together: compare number, size and mode of every call over all of
+    them, and refuse a call that differs. Else such a call hangs or gives wrong results."""
     profile_ranges: bool = False
     """Wrap every replay step in a profiler range that carries its piece's name."""
 
@@ -400,6 +417,7 @@ class Config:
     mode: Mode = Mode.FULL_AND_PIECEWISE
     """Which graphs serve which batches."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

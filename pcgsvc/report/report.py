@@ -47,7 +47,12 @@ def program_report(
         },
         "warnings": list(warnings),
         **({} if request.sizes is None else {"chosen_sizes": chosen(request.sizes)}),
+        **({"parallel": _parallel(request)} if request.bundle.parallel else {}),
     }
+
+
+def _parallel(request: Request) -> dict[str, Any]:
+    return {"ranks": request.config.parallel.tensor, **request.bundle.parallel}
 
 
 def report_head(config: Config, device: torch.device, words: str | None = None) -> dict[str, Any]:

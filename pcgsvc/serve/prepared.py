@@ -156,5 +156,6 @@ class PreparedCall:
                 "being written. Call update(batch) on this stream, write the inputs, and step."
             )
         calls.weights.check()
+        calls.meet(self.num_tokens, self._route)
         # The handle of a stream that is not torch's may be another stream's at the next step.
         self._is_updated = not (self._moves_on or (order is not None and order.is_external))
