@@ -202,7 +202,10 @@ def decoder(out: dict[str, Any], cache: str) -> None:
     out["yardstick_us"] = [yardstick()]
     with build("frozen", "mode=full", cache) as runner:
         (entry,) = runner.table.entries.values()
-        out["full"] = {**cases(runner, Mode.FULL, entry.calls), "whole_call": whole_call(runner)}
+        out["full"] = {
+            **cases(runner, Mode.FULL, entry.calls),
+            "whole_call_grids": whole_call(runner),
+        }
     ways = {
         "pieces": ("attend", "capture.replay=pieces"),
         "stitched": ("attend", "capture.replay=stitched"),
@@ -212,7 +215,7 @@ def decoder(out: dict[str, Any], cache: str) -> None:
         with build(op, "mode=piecewise", replay, cache) as runner:
             (entry,) = runner.table.entries.values()
             out[name] = cases(runner, Mode.PIECEWISE, entry.calls)
-            out[name]["whole_call"] = whole_call(runner)
+            out[name]["whole_call_grids"] = whole_call(runner)
             if entry.joined is not None and entry.joined.stitched:
                 out[name]["cost"] = cost_of(runner, entry.joined)
         out["yardstick_us"].append(yardstick())

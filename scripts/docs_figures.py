@@ -68,6 +68,12 @@ def calls() -> str:
         ]
         chain = _chain(*(run[kind] for run in runs if run is not None))
         table.append([label, *itertools.chain(*cells), chain])
+    later = {name: row["whole_call_grids"] for name, row in _stitched_rows().items()}
+    beside = ", ".join(f"{name} {_us(later[name]['step_us'])}" for name in ("full", "pieces"))
+    label = f"`runner(x, batch=…)`, stitched, new lengths each call (in that run: {beside})"
+    times = [_us(later["stitched"][figure]) for figure in ("step_us", "host_low_us")]
+    chain = f"{_raw('stitched-h200')['decoder']['stitched']['yardstick_us']:.2f}"
+    table.append([label, "", "", *times, chain])
     head = ["µs per call, 8 rows", "2 products", "host", "32 layers", "host", "yardstick"]
     return _table(head, table)
 
@@ -109,9 +115,14 @@ def decode() -> str:
     return _table(["decode of 8 requests", "host µs", "back to back", "yardstick"], table)
 
 
+def _stitched_rows() -> Any:
+    raw = _raw("stitched-h200")["decoder"]
+    return {name: raw[name] for name in ("full", "pieces", "stitched", "stitched_without_plan")}
+
+
 def stitched() -> str:
     """A boundary's kernels set in one graph, beside pieces and one graph whose lengths froze."""
-    raw = _raw("stitched-h200")["decoder"]
+    raw = _stitched_rows()
     names = {
         "full": "one full graph, its lengths frozen",
         "pieces": "pieces: 33 graphs",
@@ -129,6 +140,20 @@ def stitched() -> str:
         rows.append(cells)
     head = ["µs per step, 8 rows", "integers change", "÷ full", "host"]
     return _table([*head, "grids change too", "÷ full", "host"], rows)
+
+
+def stitched_llama() -> str:
+    """Launches that are the same at every step, behind wide layers."""
+    raw = _raw("stitched-h200")["llama_8b"]
+    ratio, host = (
+        raw["to_full"],
+        {name: _us(raw[name]["host_us"]) for name in ("pieces", "stitched")},
+    )
+    return (
+        f"Llama-3-8B shapes ({raw['layers']} layers, eager, 8 requests of 512 tokens) take "
+        f"{ratio['stitched']:.3f} times the full graph's time and {host['stitched']} µs of the "
+        f"host; in pieces {ratio['pieces']:.3f} times and {host['pieces']} µs.\n"
+    )
 
 
 def strategies() -> str:
@@ -236,6 +261,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rows": rows,
     "decode": decode,
     "stitched": stitched,
+    "stitched_llama": stitched_llama,
     "strategies": strategies,
     "starts": starts,
     "warm": warm,

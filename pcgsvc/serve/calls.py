@@ -86,6 +86,7 @@ class Calls:
         self.is_closed = True
         if self.order is not None:
             self.order.synchronize()
+        self.counts.log_totals()
         self.counts.close()
         self._served, self.prepared = (None, None), None
         for held in (self._replays, self._routes, self._without_batch):

@@ -337,7 +337,8 @@ def test_a_strict_build_refuses_what_cannot_be_stitched() -> None:
 def test_building_and_closing_twenty_times_leaves_no_executable_and_no_memory() -> None:
     used: list[int] = []
     for _ in range(20):
-        with build(["planned", "python"], "stitched", "capture.sizes=[4]") as runner:
+        few = ["capture.sizes=[4]", "partition.strategy=breakable"]
+        with build(["planned", "python"], "stitched", *few) as runner:
             runner(torch.randn(3, WIDTH, device="cuda"))
         del runner
         gc.collect()
