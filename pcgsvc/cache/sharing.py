@@ -224,13 +224,13 @@ class Sharing:
         A remote that fails, or a claim that is still held after `timeout_s`, is not waited for.
         """
         deadline, sleep_s = time.monotonic() + timeout_s, 0.02
-        seen, since = None, 0.0
+        seen, since = b"", time.monotonic()
         while True:
             other = self._try("write", lambda: self._claim(key))
             now = time.monotonic()
-            if other is None or self._claims.get(key) == other:
+            if other is None or key in self._claims:
                 return
-            if seen is None:
+            if other and not seen:
                 self._counts["waited"] += 1
                 logger.info("cache: waiting for another machine, which builds %s", key[:12])
             if other != seen:
@@ -249,7 +249,7 @@ class Sharing:
             self._later(lambda: self._release(key))
 
     def _claim(self, key: str) -> bytes:
-        """Return what stands in a claim: ours, if it could be made."""
+        """Return what stands in a claim, which is in `_claims` if it is ours."""
         mine = self._stamp()
         if self._remote.create(_claim_name(key), mine):
             self._claims[key] = mine
