@@ -387,6 +387,25 @@ def inductor_compile(
     )
 
 
+@contextlib.contextmanager
+def tuned_for(rows: int, inputs: Sequence[Any]) -> Iterator[None]:
+    """Have Inductor choose block sizes for `rows` where it does for the row count of the trace.
+
+    `inputs`: of the graph; they share one symbol, the row count.
+    """
+    import sympy
+
+    shapes = [x.shape if isinstance(x, torch.Tensor) else (x,) for x in inputs]
+    symbolic = [n.node for shape in shapes for n in shape if isinstance(n, torch.SymInt)]
+    hints = symbolic[0].shape_env.backed_var_to_val if symbolic else {}
+    before = dict(hints)
+    hints.update(dict.fromkeys(before, sympy.Integer(rows)))
+    try:
+        yield
+    finally:
+        hints.update(before)
+
+
 def partition_options(names: Sequence[str]) -> dict[str, Any]:
     """Return the Inductor options that split its graph at custom ops, given as `ns::op`."""
     import torch._inductor.config as inductor_config
@@ -408,14 +427,22 @@ def tuning_options(*, max_autotune: bool, combo_kernels: bool, threads: int) -> 
     return {name: v for name, v in wanted.items() if hasattr(inductor_config, name)}
 
 
-def graph_pass(functions: Sequence[Callable[[torch.fx.Graph], None]], identity: str) -> Any:
-    """Return functions as one custom pass of Inductor's; its cache keys contain `identity`."""
+def graph_pass(
+    functions: Sequence[Callable[[torch.fx.Graph], list[str] | None]], identity: str
+) -> Any:
+    """Return functions as one custom pass of Inductor's; its cache keys contain `identity`.
+
+    What the functions return is put into the pass's `problems`.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
+        def __init__(self) -> None:
+            self.problems: list[str] = []
+
         def __call__(self, graph: torch.fx.Graph) -> None:
             for function in functions:
-                function(graph)
+                self.problems += function(graph) or []
 
         def uuid(self) -> str:
             return identity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -102,7 +103,7 @@ def chain_us() -> float:
 def measure(
     run: Callable[[], Any],
     device: str,
-    repeats: int = 200,
+    repeats: int = 100,
     before: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """Return median host time (enqueue only) and back-to-back time per run, in µs.
@@ -145,13 +146,15 @@ def measure(
 
 
 @contextmanager
-def loaded(runner: Runner, size: int) -> Iterator[None]:
-    """Give a block inputs and the context of a call of `size` rows, on the runner's stream."""
+def loaded(runner: Runner, key: EntryKey) -> Iterator[None]:
+    """Give a block inputs and context of a call that an entry serves, on the runner's stream."""
+    mode, (size, _, uniform) = key[0], dataclasses.astuple(key[1])
     samples = Samples(runner.memory, runner.request.bundle.make_inputs, seed=0, query_len=1)
-    batch = samples.batch(size, uniform=False)
+    batch, query_len = samples.batch(size, uniform=uniform), 1 if uniform else None
     with torch.no_grad(), runner.memory.on_stream():
         runner.memory.load(samples.inputs(size), size, size)
-        with use_context(runner.memory.context(batch, size)):
+        full = mode is Mode.FULL
+        with use_context(runner.memory.context(batch, size, query_len, in_full_graph=full)):
             yield
 
 
@@ -166,10 +169,10 @@ def steps_of(runner: Runner, key: EntryKey) -> Callable[[], None]:
     return run
 
 
-def bare(runner: Runner, mode: Mode, size: int, device: str) -> dict[str, Any]:
+def bare(runner: Runner, key: EntryKey, device: str) -> dict[str, Any]:
     """Time the steps of one entry alone."""
-    with loaded(runner, size):
-        return measure(steps_of(runner, (mode, general_descriptor(size))), device)
+    with loaded(runner, key):
+        return measure(steps_of(runner, key), device)
 
 
 def hand_made(runner: Runner, x: torch.Tensor, *, call: bool) -> dict[str, Any]:
@@ -179,7 +182,7 @@ def hand_made(runner: Runner, x: torch.Tensor, *, call: bool) -> dict[str, Any]:
     """
     buffer, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
     values = runner.memory.values({"input": buffer}, x.shape[0])
-    with loaded(runner, x.shape[0]):
+    with loaded(runner, (Mode.FULL, general_descriptor(x.shape[0]))):
         runner.model.program.run(values, Direct())
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -208,7 +211,7 @@ def hand_made_loop(runner: Runner, x: torch.Tensor, device: str) -> dict[str, An
         run()
         result.clone()
 
-    with loaded(runner, size):
+    with loaded(runner, key):
         return measure(whole, device)
 
 

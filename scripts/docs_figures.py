@@ -153,6 +153,16 @@ def llama_8b() -> str:
     return _table(["decode step", "floor µs", "full graph ÷ floor", "piecewise, host µs"], rows)
 
 
+def floor() -> str:
+    """Decode steps with and without the pass `gemv`, in one run."""
+    raw, rows = _raw("decode-floor-h200")["llama_8b"], []
+    for batch in (1, 8):
+        steps = [raw[f"{name}_batch_{batch}"] for name in ("fx", "fx_gemv")]
+        cells = [f"{_us(s['full']['step_us'])} ({s['full_to_floor']:.2f})" for s in steps]
+        rows.append([f"batch {batch}", _us(steps[0]["floor_us"]), *cells])
+    return _table(["full graph, µs (÷ floor)", "floor", "default", "with `gemv`"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "calls": calls,
     "strategies": strategies,
@@ -160,4 +170,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "warm": warm,
     "glue": glue,
     "llama_8b": llama_8b,
+    "floor": floor,
 }

@@ -10,7 +10,13 @@ import torch
 
 import pcgsvc
 from pcgsvc.errors import BatchError
-from pcgsvc.forward.batch import Batch, CacheGeometry, StepBuffers, check_batch
+from pcgsvc.forward.batch import (
+    Batch,
+    CacheGeometry,
+    CheckedBatch,
+    StepBuffers,
+    check_batch,
+)
 
 CACHE = CacheGeometry(block_size=4, num_blocks=12, scratch_blocks=5, max_model_len=20)
 CPU = torch.device("cpu")
@@ -259,3 +265,72 @@ def test_a_refused_call_leaves_every_buffer_as_it_was(llama: Any, call: dict[str
         llama(**{**good, **call})
     assert all(torch.equal(a, b) for a, b in zip(before, state(llama), strict=True))
     assert llama.stats() == stats
+
+
+def test_metadata_is_filled_only_where_the_batch_is_another_one(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, filled = StepBuffers.fill, list[list[int]]()
+
+    def counted(self: StepBuffers, batch: CheckedBatch, padded_tokens: int) -> None:
+        filled.append(batch.seq_lens.copy())
+        fill(self, batch, padded_tokens)
+
+    monkeypatch.setattr(StepBuffers, "fill", counted)
+    first = llama.memory.geometry.first_free_block
+    tables, lens = [[first], [first + 1]], [3, 5]
+    inputs = torch.tensor([5, 6]), torch.tensor([2, 4])
+
+    def call() -> int:
+        filled.clear()
+        llama(*inputs, batch=Batch(query_lens=[1, 1], seq_lens=lens, block_tables=tables))
+        blocks, slots = llama.memory.step.block_tables, llama.memory.step.slot_mapping
+        assert blocks[:2, 0].tolist() == [row[0] for row in tables]
+        expected = [row[0] * 16 + n - 1 for row, n in zip(tables, lens, strict=True)]
+        assert slots[:2].tolist() == expected
+        return len(filled)
+
+    assert [call(), call()] == [1, 0]
+    tables[1][0] = first + 2
+    assert [call(), call()] == [1, 0]
+    lens[0] += 1
+    assert [call(), call()] == [1, 0]
+    llama(*inputs)  # one request of two rows in scratch blocks
+    assert call() == 1
+    llama(torch.zeros(20).long(), torch.arange(20))  # no graph serves so many
+    assert call() == 1
+
+    checked = check_batch(
+        Batch(query_lens=[1, 1], seq_lens=lens, block_tables=tables), 2, llama.memory.geometry
+    )
+    for seq_lens, fills in (([4, 5], 1), ([4, 5], 0), ([9, 5], 1)):
+        filled.clear()
+        checked.seq_lens[:] = seq_lens
+        llama(*inputs, batch=checked)
+        assert len(filled) == fills
+        assert llama.memory.step.seq_lens[:2].tolist() == seq_lens
+
+
+def test_host_values_of_the_context_are_copies() -> None:
+    seen: list[Any] = []
+
+    @pcgsvc.splitting_op("batch::taking", mutates_args=("x",))
+    def taking(x: torch.Tensor) -> None:
+        context = pcgsvc.current_context()
+        seen.append((context.query_lens, context.seq_lens_host))
+        for lens in seen[-1]:
+            lens.append(99)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch.ops.batch.taking(y)
+        return y
+
+    config = pcgsvc.load_config(["capture.sizes=[4]", "compiler=eager", "cache.mode=off"])
+    with pcgsvc.build_runner(
+        forward, (torch.ones(2, 3),), dynamic_dims={"x": 0}, config=config
+    ) as runner:
+        seen.clear()
+        for batch in (None, None, *[Batch(query_lens=[1, 1], seq_lens=[2, 3])] * 2):
+            runner(torch.ones(2, 3), batch=batch)
+    assert seen == [([2, 99], [2, 99])] * 2 + [([1, 1, 99], [2, 3, 99])] * 2

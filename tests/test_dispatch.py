@@ -16,7 +16,7 @@ from pcgsvc.capture.plan import (
     uniform_descriptor,
     wanted_entries,
 )
-from pcgsvc.config import CaptureConfig, Mode, schedule
+from pcgsvc.config import Mode, schedule
 from pcgsvc.errors import ConfigError
 from pcgsvc.ops.modes import Resolution, fewest_rows, resolve_mode
 from pcgsvc.ops.support import Support
@@ -260,8 +260,7 @@ def test_a_uniform_batch_too_far_from_its_size_runs_in_the_nearer_one_of_the_oth
 
 def test_the_build_warns_of_gaps_between_sizes_and_of_no_others() -> None:
     def warned(mode: Mode, sizes: list[int], query_len: int = 1) -> list[str]:
-        config = CaptureConfig(uniform_query_len=query_len)
-        return far_sizes(resolve(mode, ALWAYS, query_len), sizes, config)
+        return far_sizes(wanted_entries(resolve(mode, ALWAYS, query_len), sizes, query_len, 60), 4)
 
     (words,) = warned(BOTH, [1, 8, 8192])
     assert "calls of 9 to 2047 rows get no graph: the next size, 8192" in words
@@ -271,6 +270,7 @@ def test_the_build_warns_of_gaps_between_sizes_and_of_no_others() -> None:
     assert not warned(BOTH, schedule(8192))
     assert not warned(P, [256])
     assert not warned(N, [1, 8192])
+    assert not warned(DECODE, [1, 60, 8192])  # of more than 60 requests there are no batches
 
 
 # ---- with a runner -------------------------------------------------------------------------------

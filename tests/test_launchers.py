@@ -171,20 +171,24 @@ def test_a_job_asks_for_one_gpu_wherever_gpus_are_given_out() -> None:
 
 scale = pytest.mark.exhaustive
 """Needs the packages of the extra `test-scale`, which only that tier has."""
-foreign = pytest.mark.filterwarnings("default")
+foreign = pytest.mark.filterwarnings("ignore")
 """What these packages warn of is theirs."""
+patient = pytest.mark.timeout(900)
+"""Most of it is starting processes: seconds on idle cores, minutes beside other tests."""
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two nodes of Ray on this machine, with a logical GPU each; the jobs get nothing else."""
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two nodes of Ray on this machine, with a logical GPU and a cache folder each."""
+    folder = tmp_path_factory.mktemp("nodes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         from ray.cluster_utils import Cluster
 
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
-        for _ in range(2):
-            made.add_node(num_cpus=1, num_gpus=1)
+        for name in "ab":
+            own = {"PCGSVC_CACHE_DIR": str(folder / name)}
+            made.add_node(num_cpus=1, num_gpus=1, env_vars=own)
         yield made
         made.shutdown()
 
@@ -196,7 +200,9 @@ def launched(
     """Return a call of a sweep through a launcher, each of which has its own cache."""
 
     def call(launcher: str, *words: str) -> Done:
-        own = [f"hydra/launcher={launcher}", f"cache.dir={root / launcher}"]
+        own = [f"hydra/launcher={launcher}"]
+        if not any(word.startswith("cache.remote=") for word in words):
+            own.append(f"cache.dir={root / launcher}")
         if launcher == "ray":
             address = request.getfixturevalue("cluster").address
             own.append(f"hydra.launcher.ray.init.address='{address}'")
@@ -251,11 +257,12 @@ def when_it_runs(folder: Path, act: Callable[[int], None]) -> Iterator[None]:
 
 def without_times(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return jobs as they are wherever they run, and whichever of them compiled for all."""
-    varying = ("seconds", "wall_s", "peak_host_bytes", "output", "compile")
+    varying = ("seconds", "wall_s", "peak_host_bytes", "output", "overrides", "compile")
     return [{k: v for k, v in job.items() if k not in varying} for job in jobs]
 
 
 @foreign
+@patient
 @scale
 @pytest.mark.parametrize("launcher", ["joblib", "ray", "submitit_local"])
 def test_four_jobs_compile_once_and_have_the_table_of_one_machine(
@@ -271,6 +278,7 @@ def test_four_jobs_compile_once_and_have_the_table_of_one_machine(
 
 
 @foreign
+@patient
 @scale
 @pytest.mark.parametrize("launcher", ["joblib", "ray", "submitit_local"])
 def test_a_job_killed_on_a_launcher_is_one_failed_row(launched: Any, launcher: str) -> None:
@@ -282,6 +290,21 @@ def test_a_job_killed_on_a_launcher_is_one_failed_row(launched: Any, launcher: s
 
 
 @foreign
+@patient
+@scale
+def test_two_nodes_with_caches_of_their_own_and_one_remote_compile_once(
+    launched: Any, tmp_path: Path
+) -> None:
+    words = [*OUT, f"cache.remote={tmp_path / 'remote'}", "seed=1,2"]
+    done = launched("ray", *words)
+    assert done.code == 0, done.out + done.err
+    starts = {job["compile"]["start"]: job["compile"]["num_compiled"] for job in table_of(done)}
+    assert starts == {"cold": 2, "warm": 0}
+    assert len({report["cache"]["dir"] for report in done.reports}) == 2
+
+
+@foreign
+@patient
 @scale
 def test_a_node_of_ray_that_is_removed_is_one_failed_row(launched: Any, cluster: Any) -> None:
     def remove(pid: int) -> None:
@@ -302,6 +325,7 @@ def test_a_node_of_ray_that_is_removed_is_one_failed_row(launched: Any, cluster:
 
 
 @foreign
+@patient
 @scale
 def test_a_lost_process_of_submitit_is_one_failed_row(launched: Any) -> None:
     def kill(pid: int) -> None:
@@ -329,6 +353,7 @@ bash "$1" >/dev/null 2>&1 &
 
 
 @foreign
+@patient
 @scale
 def test_a_node_of_slurm_that_fails_is_one_failed_row(
     launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

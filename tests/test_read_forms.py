@@ -215,6 +215,16 @@ def test_reads_that_go_round_a_class_as_dynamo_of_torch_2_11_writes_them_are_eva
     assert guards.first_broken([guard], Flexible(), {}) is None
 
 
+def test_an_attribute_that_is_missed_as_torch_2_11_names_it_is_stored() -> None:
+    missed = guards.Guard(source="module.gone", kind="HASATTR", value=None)
+    (stored,), problems = guards.stored_guards([missed], Flexible(), {})
+    assert not problems
+    assert guards.first_broken([stored], Flexible(), {}) is None
+    model = Flexible()
+    model.gone = 1
+    assert "hasattr(module, 'gone')" in str(guards.first_broken([stored], model, {}))
+
+
 def test_a_user_module_that_is_called_like_one_of_pythons_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

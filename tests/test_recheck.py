@@ -24,7 +24,7 @@ from pcgsvc.forward.recheck import BatchChecker
 
 CACHE = CacheGeometry(block_size=4, num_blocks=40, scratch_blocks=7, max_model_len=24)
 CPU = torch.device("cpu")
-REQS, WIDTH, LONGEST = 4, 6, 24
+REQS, WIDTH = 4, 8  # tables are wider than the longest request
 
 EVIL: list[Any] = [0, -1, 1.0, True, np.int64(3), float("nan"), None, "2", 99, 25]
 """Lengths and blocks that are refused, or are equal to such as are not."""
@@ -58,7 +58,7 @@ class Caller:
     def _renew(self) -> None:
         rng, first = self._rng, CACHE.first_free_block
         self.query: Any = [rng.randint(1, 3) for _ in range(rng.randint(1, REQS))]
-        self.seq: Any = [q + rng.randint(0, 8) for q in self.query]
+        self.seq: Any = [q + rng.randint(0, 20) for q in self.query]
         rows = range(len(self.query))
         self.tables: Any = [
             list(range(first + at * WIDTH, first + (at + 1) * WIDTH)) for at in rows
@@ -85,6 +85,9 @@ class Caller:
             row[rng.randrange(len(row))] = rng.randint(5, 41)
         elif kind == 5 and len(row):  # shared with another request, or with itself
             row[rng.randrange(len(row))] = rng.choice(list(rng.choice(self.tables)) or [8])
+        elif kind == 10:  # all of another's, so that both may write one slot
+            other = rng.randrange(len(self.seq))
+            row[:], self.seq[at] = self.tables[other], self.seq[other]
         elif kind == 6:
             row[rng.randrange(WIDTH) :] = 0 if self._arrays else [0] * rng.randint(0, WIDTH)
         elif kind == 7:
@@ -128,7 +131,9 @@ def test_a_chain_of_batches_is_checked_as_each_would_be_alone(
     rng = random.Random(seed)
     checker, caller = BatchChecker(cache), Caller(rng, arrays=arrays)
     kept: list[tuple[Any, CheckedBatch]] = []
-    used = StepBuffers(max_tokens=16, max_reqs=REQS, blocks_per_request=WIDTH, device=CPU)
+    used = StepBuffers(
+        max_tokens=16, max_reqs=REQS, blocks_per_request=CACHE.blocks_per_request, device=CPU
+    )
     for _ in range(rng.randint(2, 8)):
         batch = caller.batch()
         rows, before = num_tokens(batch, rng.random() < 0.1), repr(batch)
@@ -146,7 +151,9 @@ def test_a_chain_of_batches_is_checked_as_each_would_be_alone(
 
 def _compare_buffers(used: StepBuffers, batch: CheckedBatch, size: int) -> None:
     """Buffers that held other steps before have what fresh ones have, wherever it counts."""
-    new = StepBuffers(max_tokens=16, max_reqs=REQS, blocks_per_request=WIDTH, device=CPU)
+    new = StepBuffers(
+        max_tokens=16, max_reqs=REQS, blocks_per_request=CACHE.blocks_per_request, device=CPU
+    )
     for step in (used, new):
         step.fill(batch, size)
     for name in ("num_tokens", "query_start_loc", "seq_lens"):

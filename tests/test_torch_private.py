@@ -247,6 +247,21 @@ def test_qualified_name_leads_back_to_the_function() -> None:
 # ---- Inductor ------------------------------------------------------------------------------------
 
 
+def test_a_graph_is_tuned_for_other_rows_than_the_trace_had() -> None:
+    x = torch.zeros(11, 3)
+    private.mark_dynamic(x, 0)
+    graph, _ = traced(lambda x: x * 2, x)
+    values = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"]
+    shape_env, rows = values[0].node.shape_env, values[0].node.expr
+    # What Inductor takes block sizes from, in torch/_inductor/sizevars.py.
+    assert shape_env.backed_var_to_val[rows] == 11
+    with private.tuned_for(509, values):
+        assert shape_env.backed_var_to_val[rows] == 509
+    assert shape_env.backed_var_to_val[rows] == 11
+    with private.tuned_for(509, [torch.zeros(4), 3]):
+        pass
+
+
 @pytest.fixture(scope="module")
 def artifact() -> Any:
     x = torch.zeros(11, 3)
@@ -705,6 +720,22 @@ def test_set_grad_turns_gradients_off_and_on() -> None:
     assert not torch.is_grad_enabled()
     private.set_grad(True)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_several_tensors_are_copied_at_once(device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        shapes = [(3, 4), (5,), (2, 3)]
+        values = [torch.arange(30, dtype=dtype)[: math.prod(s)].view(s).to(device) for s in shapes]
+        values[2] = values[2].t().contiguous().t()  # laid out otherwise
+        targets = [torch.zeros(s, dtype=dtype, device=device) for s in shapes]
+        assert private.can_copy_all(targets)
+        private.copy_all(targets, (*values[:2], values[2].cpu()))
+        for one, other in zip(targets, values, strict=True):
+            assert torch.equal(one, other)
+        assert not private.can_copy_all(targets[:1])
+        assert not private.can_copy_all([*targets, torch.zeros(2, dtype=torch.float16)])
+    assert not private.can_copy_all([torch.zeros(2, dtype=torch.float8_e4m3fn)] * 2)
 
 
 @pytest.mark.gpu

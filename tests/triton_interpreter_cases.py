@@ -1,4 +1,4 @@
-"""The Triton backend under Triton's interpreter, on the CPU; run by test_triton_attention.py.
+"""The Triton kernels under Triton's interpreter, on the CPU; run by test_triton_attention.py.
 
 In a process of its own: TRITON_INTERPRET must be set before triton is imported, and stays.
 """
@@ -19,6 +19,8 @@ from attention_cases import Step, error, expected, make_step, run, same_cache, s
 
 from pcgsvc.errors import ConfigError  # noqa: E402
 from pcgsvc.ops.attention import AttentionBackend  # noqa: E402
+from pcgsvc.ops.gemv import gemv  # noqa: E402
+from pcgsvc.ops.gemv_tuning import launch  # noqa: E402
 from pcgsvc.ops.paged import PagedAttention  # noqa: E402
 from pcgsvc.ops.triton_attention import TritonAttention  # noqa: E402
 from pcgsvc.ops.triton_tuning import Tiling, Tuning  # noqa: E402
@@ -280,3 +282,21 @@ def test_a_gpu_is_refused_while_interpreting() -> None:
             device=torch.device("cuda"),
             dtype=torch.float32,
         )
+
+
+# ---- products of few rows ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["", "g", "r", "n", "ngr"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 13])
+def test_a_product_is_that_of_the_ops(rows: int, kind: str) -> None:
+    if rows > 1 and "n" in kind:
+        pytest.skip("the pass fuses a norm for one row only")
+    columns, features, gated = 40, 256, "g" in kind
+    torch.manual_seed(rows)
+    weight = torch.randn(columns * (2 if gated else 1), features) / 16
+    norm = torch.randn(features) if "n" in kind else None
+    residual = torch.randn(rows, columns) if "r" in kind else None
+    whole = torch.randn(rows, 2 * features)
+    args = (whole[:, :features], weight, norm, residual, gated, 1e-5, [16, 64, 2, 1])
+    assert error(launch(*args), gemv(*args)) < 1e-6

@@ -192,7 +192,11 @@ def store_program(made: MadeProgram, found: ProgramLookup, env: BuildEnvironment
         facts=None if unstored else found.facts,
         unstored=unstored,
         misses=[*found.misses, *refusal],
-        warnings=[*model.warnings, *(refusal if env.store.enabled else [])],
+        warnings=[
+            *model.warnings,
+            *dict.fromkeys(artifacts.counts.problems),
+            *(refusal if env.store.enabled else []),
+        ],
     )
 
 

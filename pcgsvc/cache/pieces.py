@@ -225,6 +225,7 @@ class Pieces:
         from pcgsvc.compilers.inductor import compile_piece
 
         compiled = compile_piece(piece, self._config.compiler, dump_path, size=size)
+        self.counts.problems += compiled.problems
         try:
             artifact = compiled.to_bytes()
             if not artifact:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pcgsvc.config import CaptureConfig, Config, Graphs, Mode
+from pcgsvc.config import Config, Graphs, Mode
+from pcgsvc.config.resolve import GEMV_ROWS, wants_gemv
 from pcgsvc.forward.request import Request, attention_of
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.modes import FULL, NEAR_ROWS, NONE, PIECEWISE, Resolution, gaps, resolve_mode
@@ -62,6 +63,9 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
     resolution, support = resolve_boundaries(config, image, attention_of(request))
     query_len = config.capture.uniform_query_len
     by_default = config.mode is Config().mode and not config.strict
+    wanted = wanted_entries(resolution, sizes, query_len, config.attention.max_num_reqs)
+    if config.capture.graphs is Graphs.OFF:
+        wanted = []
     plan = CapturePlan(
         config=config,
         resolution=resolution,
@@ -71,20 +75,30 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
             *(() if by_default else resolution.reasons),
             *request.warnings,
             *no_uniform_size(resolution, sizes, query_len),
-            *far_sizes(resolution, sizes, config.capture),
+            *far_sizes(wanted, config.capture.max_padding),
             *(f"runs uncompiled: {found}" for found in image.uncompiled.values()),
+            *_idle_gemv(request),
         ],
         notes=[*resolution.reasons] if by_default else [],
     )
-    if config.capture.graphs is Graphs.OFF:
-        return plan
-    for key in wanted_entries(resolution, sizes, query_len, config.attention.max_num_reqs):
+    for key in wanted:
         broken = image.predicate.broken_by(key[1].num_tokens)
         if broken is None:
             plan.entries.append(key)
         else:
             plan.invalid.append((key, f"the traced graph is not valid for it: {broken}"))
     return plan
+
+
+def _idle_gemv(request: Request) -> list[str]:
+    compiler = request.config.compiler
+    small = any(size <= GEMV_ROWS for size in compiler.specialize_sizes)
+    if request.device.type != "cuda" or small or not wants_gemv(request.config):
+        return []
+    return [
+        "compiler.passes: gemv does nothing, since no exact size in compiler.specialize_sizes is "
+        f"up to {GEMV_ROWS}; it needs such a capture size, and partition.strategy=fx or inductor"
+    ]
 
 
 def uniform_descriptor(size: int, query_len: int) -> BatchDescriptor:
@@ -132,18 +146,17 @@ def no_uniform_size(resolution: Resolution, sizes: Sequence[int], query_len: int
     ]
 
 
-def far_sizes(resolution: Resolution, sizes: Sequence[int], capture: CaptureConfig) -> list[str]:
-    """Return what to warn of: calls that no size serves, since the next is too far from them."""
-    general = [] if resolution.mixed is NONE else gaps(sizes, capture.max_padding)
-    uniform = []
-    if resolution.own_uniform:
-        own = [size for size in sizes if size % capture.uniform_query_len == 0]
-        uniform = [gap for gap in gaps(own, capture.max_padding) if gap not in general]
+def far_sizes(entries: Sequence[EntryKey], max_padding: int) -> list[str]:
+    """Return what to warn of: calls that no entry serves, since the next is too far from them."""
+    general, uniform = (
+        gaps([key.num_tokens for _, key in entries if key.uniform is kind], max_padding)
+        for kind in (False, True)
+    )
     what = [("calls", "graph", gap) for gap in general]
-    what += [("uniform batches", "full graph", gap) for gap in uniform]
+    what += [("uniform batches", "full graph", gap) for gap in uniform if gap not in general]
     return [
         f"capture.sizes: {calls} of {low} to {high} rows get no {graph}: the next size, {size}, is "
-        f"more than capture.max_padding={capture.max_padding} times their rows and more than "
+        f"more than capture.max_padding={max_padding} times their rows and more than "
         f"{NEAR_ROWS} rows away. Add sizes between, or raise capture.max_padding"
         for calls, graph, (low, high, size) in what
     ]

@@ -22,6 +22,10 @@ from pcgsvc.errors import CompileError
 from pcgsvc.program.pieces import Piece, graph_module
 from pcgsvc.program.program import Boundaries, boundaries_of
 
+_ROWS = 509
+"""Rows for which Inductor sizes the blocks of a region's kernels on a GPU. Sized for the 11 rows of
+the trace, a pointwise kernel takes 512 rows twice as long. A prime, so that no size is special."""
+
 
 class InductorPiece:
     """A compiled piece. On the CPU its kernels are C++ that no dispatch mode sees."""
@@ -40,6 +44,8 @@ class InductorPiece:
         self._baked = frozenset(baked)
         """Places of the arguments that are compiled in."""
         self.boundaries = boundaries
+        self.problems: list[str] = []
+        """What the passes were to do and did not, as warnings; not stored."""
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the piece."""
@@ -132,9 +138,11 @@ def compile_piece(
     if not piece.outputs:
         _add_output(module)
     inputs = [n.meta["example_value"] for n in module.graph.nodes if n.op == "placeholder"]
+    options = _options(config, cut)
     try:
-        with torch.no_grad():
-            artifact = torch_private.inductor_compile(module, inputs, _options(config, cut))
+        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
+        with torch.no_grad(), torch_private.tuned_for(_ROWS, inputs if on_gpu else []):
+            artifact = torch_private.inductor_compile(module, inputs, options)
     except Exception as error:
         raise CompileError(
             f"{piece.name}: inductor cannot compile it ({type(error).__name__}: {error}). "
@@ -142,6 +150,8 @@ def compile_piece(
         ) from error
     baked = () if size is None else baked_inputs(piece.document or {})
     compiled = InductorPiece(artifact, len(piece.outputs), boundaries, baked)
+    for option in options["config_patches"].values():
+        compiled.problems += getattr(option, "problems", [])  # of a pass
     if dump_path is not None:
         dump_path.write_text(compiled.generated())
     return compiled

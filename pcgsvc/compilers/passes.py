@@ -19,14 +19,16 @@ from pcgsvc import torch_private
 from pcgsvc.compilers.residual_add import split_residual_adds
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.ops.attention_quant import fuse_attention_quant
+from pcgsvc.ops.gemv import fuse_small_products
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphPass:
     """A change of the graph that Inductor has decomposed and not yet lowered."""
 
-    run: Callable[[torch.fx.Graph], None]
-    """Changes the graph in place; writes are functionalised in it."""
+    run: Callable[[torch.fx.Graph], list[str] | None]
+    """Changes the graph in place; writes are functionalised in it. It may return what it was to do
+    and did not, for the report's warnings."""
     late: bool = False
     """After Inductor's own passes, not before them."""
 
@@ -40,6 +42,7 @@ class GraphPass:
 
 PASSES: dict[str, GraphPass] = {
     "attention_quant": GraphPass(run=fuse_attention_quant),
+    "gemv": GraphPass(run=fuse_small_products),
     "residual_add": GraphPass(run=split_residual_adds, late=True),
 }
 """By name; whoever has another one adds it before building."""

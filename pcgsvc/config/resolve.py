@@ -6,11 +6,13 @@ sizes are final. Imports no torch.
 
 from __future__ import annotations
 
-from pcgsvc.config.choices import Compiler, Graphs, Mode
+from pcgsvc.config.choices import Compiler, Graphs, Mode, Strategy
 from pcgsvc.config.limits import validate_sizes
 from pcgsvc.config.parse import copy
 from pcgsvc.config.schema import CaptureConfig, Config
 
+GEMV_ROWS = 16
+"""Most rows of a product that the pass `gemv` replaces; with more the arithmetic counts as well."""
 _PROMPT_SIZE = 16
 """Largest capture size, in tokens, where a job only continues a prompt."""
 
@@ -53,6 +55,10 @@ def resolve(config: Config, *, device_type: str) -> Config:
     if out.dtype is None and out.model.name != "module":
         out.dtype = "bfloat16" if cuda else "float32"
     _resolve_sizes(out.capture, 512 if cuda else 64, few=out.prompt is not None)
+    compiled_whole = out.partition.strategy is not Strategy.BREAKABLE
+    if cuda and compiled_whole and wants_gemv(out) and not out.compiler.specialize_sizes:
+        sizes = out.capture.final_sizes
+        out.compiler.specialize_sizes = [size for size in sizes if size <= GEMV_ROWS]
     if out.bench.enabled is None:
         out.bench.enabled = out.prompt is None
     if out.bench.reduce_overhead is None:
@@ -62,6 +68,11 @@ def resolve(config: Config, *, device_type: str) -> Config:
     if out.attention.max_model_len is None:
         out.attention.max_model_len = 2048 if cuda else 256
     return out
+
+
+def wants_gemv(config: Config) -> bool:
+    """Return whether the pass `gemv` is asked for."""
+    return "gemv" in (config.compiler.passes or ())
 
 
 def captures(config: Config) -> bool:

@@ -182,10 +182,14 @@ class CompilerConfig:
     """Custom graph passes by name, in order: `residual_add` leaves a residual's addition to the
     kernel that reads the sum, not to a matrix product that would copy it first; `attention_quant`
     makes attention and the quantisation of its output one op (fires under
-    `partition.strategy=inductor` only). None: `[residual_add]` for Inductor on CUDA, else none."""
+    `partition.strategy=inductor` only); `gemv` makes matrix products of up to 16 rows by bfloat16
+    weights Triton kernels, with norm, residual or SwiGLU in them, at the exact sizes of
+    `specialize_sizes` and where they are faster. None: `[residual_add]` for Inductor on CUDA, else
+    none."""
     specialize_sizes: Sizes = field(default_factory=list)
     """Capture sizes for which every region is compiled once more, with that size put in; the
-    general artifact serves all others. Positive, without repetition."""
+    general artifact serves all others. Positive, without repetition. Empty: none, or those up to
+    16 with the pass `gemv` on CUDA."""
     on_mismatch: OnMismatch = OnMismatch.ERROR
     """When a cold build finds that a compiled region computes something else than its ops: `error`,
     or `eager`, which runs that region uncompiled, with a warning."""

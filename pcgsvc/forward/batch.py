@@ -64,7 +64,7 @@ class CheckedBatch:
         """Make sure that a batch which is used again has the content that it had."""
         for array in (self.owners, self.positions, self.block_tables, self.slot_mapping):
             if array is not None:
-                array.flags.writeable = False
+                array.setflags(write=False)
 
 
 @dataclass(frozen=True, kw_only=True)

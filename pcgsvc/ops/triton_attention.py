@@ -272,7 +272,7 @@ class TritonAttention(AttentionBackend):
             shape.head_pad,
             tiling.block_m,
             tiling.block_n,
-            self.tuning.split_keys,
+            plan.split_keys,
             plan.single,
             plan.fused_write,
             plan.splits > 1,

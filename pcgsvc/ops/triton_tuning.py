@@ -6,10 +6,11 @@ nothing of tensors or triton. A plan depends on nothing that a replay could chan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_SPLITS = 64
 """Most programs that share one tile's keys; a power of two."""
+_SPLIT_KEYS = 128
 _STEP_BYTES = 32 << 10
 """Keys and values that one step of a program's key loop reads."""
 
@@ -37,8 +38,9 @@ class Tuning:
     """Tiling of all other launches."""
     num_splits: int | None = None
     """Most programs that share one tile's keys; at least 1, less where the scratch is too small."""
-    split_keys: int = 128
-    """Fewest keys that are worth a program of their own; at least 1."""
+    split_keys: int | None = None
+    """Fewest keys that are worth a program of their own; at least 1. None: those of one step in
+    single-token decode, else 128."""
     fused_write_rows: int = 128
     """Most rows of a mixed launch that writes the cache itself. Its programs repeat each other's
     writes, up to rows² / 2 of them; the alternative, a launch for the write, costs its latency."""
@@ -82,6 +84,8 @@ class LaunchPlan:
     tiling: Tiling
     tiles: int
     splits: int
+    split_keys: int
+    """Fewest keys of a split."""
 
 
 def plan_launch(
@@ -106,12 +110,13 @@ def plan_launch(
         share_in_step: requests may read what others write in the same step.
     """
     if single:
-        tiling = tuning.single or _tiling(shape, block_m=16)
-        tiles = rows
+        tiling = tuning.single or _single_tiling(shape, rows)
+        tiles, split_keys = rows, tuning.split_keys or tiling.block_n
     else:
         tiling = tuning.mixed or _tiling(shape, block_m=_mixed_block_m(rows))
         # A tile has rows of one request: one partly filled tile for each of at most `rows` of them.
         tiles = rows // (tiling.block_m // shape.group) + min(num_reqs, rows)
+        split_keys = tuning.split_keys or _SPLIT_KEYS
     return LaunchPlan(
         single=single,
         # A request of one row whose keys another request writes now would have had to know a token
@@ -119,7 +124,14 @@ def plan_launch(
         fused_write=single or (not share_in_step and rows <= tuning.fused_write_rows),
         tiling=tiling,
         tiles=tiles,
-        splits=_splits(shape, tuning, tiling, tiles * shape.num_kv_heads, max_keys),
+        splits=_splits(
+            shape,
+            tuning,
+            tiling,
+            tiles * shape.num_kv_heads,
+            -(-max_keys // max(split_keys, tiling.block_n)),
+        ),
+        split_keys=split_keys,
     )
 
 
@@ -134,6 +146,20 @@ def _mixed_block_m(rows: int) -> int:
     if rows <= 64:
         return 16
     return 64 if rows < 1024 else 128
+
+
+def _single_tiling(shape: Shape, rows: int) -> Tiling:
+    """Return the tiling of single-token decode: small programs, smaller ones for few of them.
+
+    On an H200, Llama-3-8B's heads, against `_tiling`: 0.83 of the time for 1 and 8 requests of 512
+    keys and 0.73 for 1 of 4,096; for 32 requests 0.99, where programs of one warp take 1.05.
+    """
+    tiling = _tiling(shape, block_m=16)
+    if shape.itemsize > 2 or tiling.block_m > 16:
+        return tiling
+    if 2 * rows * shape.num_kv_heads > shape.slots:
+        return replace(tiling, num_warps=2)
+    return replace(tiling, block_n=max(16, tiling.block_n // 2), num_warps=1)
 
 
 def _tiling(shape: Shape, *, block_m: int) -> Tiling:
@@ -156,15 +182,15 @@ def _tiling(shape: Shape, *, block_m: int) -> Tiling:
     )
 
 
-def _splits(shape: Shape, tuning: Tuning, tiling: Tiling, programs: int, max_keys: int) -> int:
-    """Return how many programs may share a tile's keys: enough that the last wave is full.
+def _splits(shape: Shape, tuning: Tuning, tiling: Tiling, programs: int, most: int) -> int:
+    """Return how many programs, `most` at most, may share a tile's keys: the last wave is full.
 
     Source: the split heuristic of FlashAttention 2 (fewest splits within 85 % of the best
     occupancy of the waves). How many of them work is decided on the device by the true length.
     """
     limit = min(
         min(tuning.num_splits or MAX_SPLITS, MAX_SPLITS),
-        -(-max_keys // max(tuning.split_keys, tiling.block_n)),
+        most,
         shape.scratch_programs // programs,
         shape.scratch_rows // (programs * tiling.block_m),
     )

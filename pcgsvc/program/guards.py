@@ -86,6 +86,8 @@ def stored_guards(
             # What was looked for and not there has no guard: no further variable may be set.
             guard = Guard(source=guard.source, kind=ENVIRONMENT, value=guard.value)
         try:
+            if guard.kind == "HASATTR" and guard.value is None:
+                guard = _has(guard.source, scope)
             stored = StoredGuard(guard.source, guard.kind, scope.form(guard.kind, guard.value))
             again = scope.form(guard.kind, scope.read(guard.source))
         except NotCanonicalError as error:
@@ -130,6 +132,13 @@ def _of_this_process(guard: Guard) -> str | None:
 
 
 _GETENV = (os.getenv, os.getenvb)
+
+
+def _has(source: str, scope: _Scope) -> Guard:
+    """Return a guard on whether an attribute is there; torch 2.11 names it where it is not."""
+    owner, _, name = source.rpartition(".")
+    text = f"hasattr({owner}, {name!r})"
+    return Guard(source=text, kind="CONSTANT_MATCH", value=scope.read(text))
 
 
 def _is_namedtuple_scope(value: Any) -> bool:
@@ -191,7 +200,9 @@ class _Scope:
             "module": module,
             "constants": dict(constants),
             "G": _Globals(),
-            "__builtins__": {t.__name__: t for t in (object, type, dict, list, tuple, len)},
+            "__builtins__": {
+                t.__name__: t for t in (object, type, dict, list, tuple, len, hasattr)
+            },
         }
 
         self._classes: dict[type, list[Any]] = {}

@@ -87,6 +87,8 @@ class PieceCounts:
     loaded: int = 0
     unsaved: list[str] = field(default_factory=list)
     """What was compiled and cannot be written down, with the reason."""
+    problems: list[str] = field(default_factory=list)
+    """What custom passes were to do and did not, as warnings."""
 
     def not_saved(self, what: str, why: str) -> None:
         """Count and log something that cannot be written down."""

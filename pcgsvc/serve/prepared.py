@@ -26,9 +26,11 @@ class PreparedCall:
     results that must outlive it are to be copied. They are valid until the runner is closed.
 
     `step` runs what `update` said last. For a model with attention a second step needs a second
-    `update`, since the first one has moved the rows on. After another call of the runner, by
-    whomever, and on another stream, `step` is refused as well: `update` takes the buffers back, and
-    orders what follows after whatever ran before; inputs are then to be written again.
+    `update`, since the first one has moved the rows on; so does one on a stream that is not
+    torch's. After another call of the runner, and on another stream, `step` is refused as well:
+    `update` takes the buffers back, and orders what follows after what ran before; inputs are then
+    to be written again. Where other threads use the runner too, hold `runner.lock` from `update`
+    until the results are read.
     """
 
     def __init__(
@@ -143,7 +145,9 @@ class PreparedCall:
                 "being written. Call update(batch) on this stream, write the inputs, and step."
             )
         calls.weights.check()
-        self._is_updated = not self._moves_on
+        # The handle of a stream that is not torch's may be another stream's at the next step.
+        is_external = self._order is not None and self._order.is_external
+        self._is_updated = not (self._moves_on or is_external)
         if self._is_graph:
             route.calls += 1
             for step in route.replay.steps:

@@ -27,7 +27,7 @@ class CallOrder:
         self._stream, self.raw = stream, stream.cuda_stream
         """The last call's stream, and its handle."""
         self._event = torch.cuda.Event()
-        self._is_external = False
+        self.is_external = False
         """Whether the last stream is not torch's: its owner may destroy it, and its handle may come
         back as another stream's. An event is then recorded at each call."""
 
@@ -43,20 +43,20 @@ class CallOrder:
                 "the runner was called while its caller's stream is being captured into another "
                 "CUDA graph. Capture what is around the call, and call the runner between graphs."
             )
-        if raw != self.raw or self._is_external:
-            if not self._is_external:
+        if raw != self.raw or self.is_external:
+            if not self.is_external:
                 self._event.record(self._stream)
             self._stream, self.raw = torch.cuda.current_stream(self.index), raw
             self._stream.wait_event(self._event)
-            self._is_external = torch_private.is_external_stream(self._stream)
+            self.is_external = torch_private.is_external_stream(self._stream)
 
     def leave(self) -> None:
         """Note the end of a call's work."""
-        if self._is_external:
+        if self.is_external:
             self._event.record(self._stream)
 
     def synchronize(self) -> None:
         """Wait until the last call's work is done."""
-        if not self._is_external:
+        if not self.is_external:
             self._event.record(self._stream)
         self._event.synchronize()

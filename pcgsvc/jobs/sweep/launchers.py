@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from hydra.core.plugins import Plugins
@@ -114,6 +115,8 @@ def _on_ray(launcher: Any, job_overrides: Sequence[Sequence[str]], first: int) -
         config = context.config_loader.load_sweep_config(launcher.config, list(overrides))
         with open_dict(config):
             config.hydra.job.id, config.hydra.job.num = f"job_id_for_{number}", number
+            # Ray's processes stand in the folder that the node was started in.
+            config.hydra.sweep.dir = str(Path(config.hydra.sweep.dir).absolute())
         references.append(
             launch_job_on_ray(
                 context,
