@@ -28,7 +28,7 @@ with `@pcgsvc.eager_break`. What runs there may ask `pcgsvc.current_context()` a
 
 All errors are `PcgError`s: ConfigError, TraceError (ForwardError: the model itself fails),
 SplitError, CompileError, CaptureError, BatchError, UncoveredError, StaleAddressError, StateError,
-CacheError, VerifyError.
+PeerError, CacheError, VerifyError.
 
 Importing the package is cheap: no torch or compiler is imported, no global state touched, no thread
 started, no logging configured. Public names are imported when they are first used.

@@ -5,6 +5,7 @@ from pcgsvc.api import load_config as load_config
 from pcgsvc.api import load_runner as load_runner
 from pcgsvc.capture.plan import BatchDescriptor as BatchDescriptor
 from pcgsvc.config import Config as Config
+from pcgsvc.cuda_driver import Launch as Launch
 from pcgsvc.errors import BatchError as BatchError
 from pcgsvc.errors import CacheError as CacheError
 from pcgsvc.errors import CaptureError as CaptureError
@@ -13,6 +14,7 @@ from pcgsvc.errors import ConfigError as ConfigError
 from pcgsvc.errors import ForwardError as ForwardError
 from pcgsvc.errors import HostReadError as HostReadError
 from pcgsvc.errors import PcgError as PcgError
+from pcgsvc.errors import PeerError as PeerError
 from pcgsvc.errors import SplitError as SplitError
 from pcgsvc.errors import StaleAddressError as StaleAddressError
 from pcgsvc.errors import StateError as StateError
@@ -27,6 +29,7 @@ from pcgsvc.ops.backends import register_attention_backend as register_attention
 from pcgsvc.ops.breaks import eager_break as eager_break
 from pcgsvc.ops.context import ForwardContext as ForwardContext
 from pcgsvc.ops.context import current_context as current_context
+from pcgsvc.ops.launches import triton_launch as triton_launch
 from pcgsvc.ops.registry import register_splitting_op as register_splitting_op
 from pcgsvc.ops.registry import splitting_op as splitting_op
 from pcgsvc.ops.support import Support as Support

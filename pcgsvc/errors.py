@@ -12,6 +12,7 @@
     ├── UncoveredError     a call that no captured graph serves, where that was asked to be an error
     ├── StaleAddressError  memory that a graph was captured on has been replaced
     ├── StateError         a state dict does not fit the runner's module; nothing was written
+    ├── PeerError          another process that runs the model failed, is gone, or does otherwise
     ├── CacheError         the disk cache was asked for something that it cannot do
     └── VerifyError        a replay differs from plain execution
 
@@ -75,6 +76,10 @@ class StaleAddressError(PcgError):
 
 class StateError(PcgError):
     """A state dict does not fit the module; nothing was written."""
+
+
+class PeerError(PcgError):
+    """Another of the processes that run one model failed, is gone, or does something else."""
 
 
 class CacheError(PcgError):

@@ -86,7 +86,7 @@ def _build(request: Request, phases: Phases, check: bool, wrong: str | None) -> 
             }
             refuse(request.config, table, verified, report)
             report["ready"] = phases.ready(model.start)
-    return Runner(request, model, memory, table, plan.resolution, report, env.folder.close)
+    return Runner(request, model, memory, table, plan.resolution, report, env.close)
 
 
 def checked(
@@ -125,7 +125,7 @@ def _compile(request: Request, phases: Phases, wrong: str | None) -> dict[str, A
         plan = plan_capture(request, model.image)
         warn_or_raise(request.config, [*plan.warnings, *model.warnings], plan.notes)
         env.store_tuned_kernels(model)
-        env.folder.close()
+        env.close()
         report = compile_report(request, model, found, env)
         return {**report, "ready": phases.ready(model.start)}
 

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ---- any room ------------------------------------------------------------------------------------
@@ -347,6 +349,78 @@ def global_hooks() -> list[Any]:
     """Return the hooks that run in every module; Dynamo traces them into the graph."""
     home = torch.nn.modules.module
     return [*home._global_forward_pre_hooks.values(), *home._global_forward_hooks.values()]
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a DTensor, the object itself; another tensor as it is."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor, whose module is not imported for that."""
+    home = sys.modules.get("torch.distributed.tensor")
+    return home is not None and isinstance(value, home.DTensor)
+
+
+def is_dtensor_spec(value: Any) -> bool:
+    """Whether a value says how a DTensor lies on its mesh."""
+    home = sys.modules.get("torch.distributed.tensor._dtensor_spec")
+    return home is not None and isinstance(value, home.DTensorSpec)
+
+
+def lowered_dtensors(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """Return a graph of Dynamo's over DTensors as one of aten ops over the parts of this process.
+
+    Call it in Dynamo's backend. What is not a tensor or a size is no input of it any more.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    examples = [n.meta["example_value"] for n in graph.graph.find_nodes(op="placeholder")]
+    kept = [at for at, e in enumerate(examples) if isinstance(e, (torch.Tensor, torch.SymInt))]
+
+    def flat(*parts: Any) -> Any:
+        given = list(inputs)
+        for at, part in zip(kept, parts, strict=True):
+            whole = inputs[at]
+            if is_dtensor(whole):
+                part = type(whole)(part, whole._spec, requires_grad=False)
+            given[at] = part
+        return torch.fx.Interpreter(graph).run(*given)
+
+    with torch.fx.traceback.preserve_node_meta():
+        lowered = make_fx(flat)(*(local_tensor(examples[at]) for at in kept))
+    for node in lowered.graph.nodes:
+        node.meta["example_value"] = node.meta.get("val")
+    return lowered, [local_tensor(inputs[at]) for at in kept]
+
+
+def process_groups() -> dict[Any, list[int]]:
+    """Return the process groups that this process is in, oldest first, with their global ranks."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return {}
+    world: Any = distributed.distributed_c10d._world
+    return {group: list(ranks) for group, ranks in world.pg_group_ranks.items()}
+
+
+def rendezvous_store() -> Any:
+    """Return a connection of its own to the store by which the default process group was made."""
+    home: Any = distributed.distributed_c10d
+    return home._get_default_store().clone()
+
+
+def ending_groups() -> list[Any]:
+    """Return what threads inside `destroy_process_group` were given; None: all groups."""
+    code = distributed.destroy_process_group.__code__
+    stacks = [traceback.walk_stack(frame) for frame in sys._current_frames().values()]
+    return [f.f_locals["group"] for stack in stacks for f, _ in stack if f.f_code is code]
+
+
+def group_named(name: str) -> Any:
+    """Return the process group that functional collectives call by a name."""
+    home: Any = distributed.distributed_c10d
+    return home._resolve_process_group(name)
 
 
 def autocast_kind(target: Any) -> str | None:

@@ -63,6 +63,28 @@ def calls() -> str:
     return _table(["µs per call, 8 rows", "2 layers", "host", "32 layers", "host"], rows)
 
 
+def stitched() -> str:
+    """A boundary's kernels set in one graph, beside pieces and one graph whose lengths froze."""
+    raw = _raw("stitched-h200")["decoder"]
+    names = {
+        "full": "one full graph, its lengths frozen",
+        "pieces": "pieces: 33 graphs",
+        "stitched": "stitched, by launch plans",
+        "stitched_without_plan": "stitched, by the ops' Python",
+    }
+    full = raw["full"]["same"]["step_us"]
+    rows = []
+    for name, label in names.items():
+        cells = [label]
+        for case in ("integers", "grids"):
+            times = raw[name][case]
+            ratio = f"{times['step_us'] / full:.3f}"
+            cells += [_us(times["step_us"]), ratio, _us(times["host_us"])]
+        rows.append(cells)
+    head = ["µs per step, 8 rows", "integers change", "÷ full", "host"]
+    return _table([*head, "grids change too", "÷ full", "host"], rows)
+
+
 def strategies() -> str:
     """The strategies on one model of 32 layers."""
     raw = _raw("strategies-h200")["strategies"]
@@ -165,6 +187,7 @@ def floor() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "calls": calls,
+    "stitched": stitched,
     "strategies": strategies,
     "starts": starts,
     "warm": warm,

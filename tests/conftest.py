@@ -38,7 +38,13 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--require-gpu`, and an option per tier."""
+    """Add `--require-gpu` and `--require-gpus`, and an option per tier."""
+    parser.addoption(
+        "--require-gpus",
+        type=int,
+        metavar="N",
+        help="fail, rather than skip, the tests marked multigpu where there are fewer CUDA devices",
+    )
     parser.addoption(
         "--require-gpu",
         action="store_true",
@@ -90,22 +96,27 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a GPU test where there is no CUDA device, or fail it under `--require-gpu`."""
-    if item.get_closest_marker("gpu") is None or _has_gpu():
-        return
-    if item.config.getoption("--require-gpu"):
-        pytest.fail("--require-gpu: torch sees no CUDA device here", pytrace=False)
-    pytest.skip("needs a CUDA device")
+    """Skip a test for whose GPUs there are too few, or fail it where they are required."""
+    required = item.config.getoption("--require-gpus")
+    for marker, needed, option in (
+        ("gpu", 1, item.config.getoption("--require-gpu")),
+        ("multigpu", required or 2, required),
+    ):
+        if item.get_closest_marker(marker) is None or _num_gpus() >= needed:
+            continue
+        if option:
+            pytest.fail(f"torch sees {_num_gpus()} CUDA devices here, not {needed}", pytrace=False)
+        pytest.skip(f"needs {needed} CUDA device{'s' * (needed > 1)}")
 
 
 @cache
-def _has_gpu() -> bool:
+def _num_gpus() -> int:
     import torch  # here, so that only runs with GPU tests pay for it
 
     with warnings.catch_warnings():
-        # A CUDA build without a usable driver warns; the answer is "no" all the same.
+        # A CUDA build without a usable driver warns; the answer is "none" all the same.
         warnings.simplefilter("ignore")
-        return torch.cuda.is_available()
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @pytest.fixture(scope="session")

@@ -144,7 +144,7 @@ def test_the_model_is_the_same_however_many_processes_share_it() -> None:
             num_experts=8, top_k=2, backend=MoeBackend.ALL_TO_ALL, place=Place(rank=rank, world=2)
         )
         module = LlamaMoe(dims, moe, device=CPU, dtype=torch.float32)
-        initialize(module, 0)
+        initialize(module, 0, Place())
         parts.append(module)
     for name in ("gate_up", "down"):
         shares = [getattr(p.layers[0].experts, name) for p in parts]

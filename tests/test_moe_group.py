@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ import torch
 from cli_helpers import command_line, run_job
 from model_helpers import make_context
 from moe_helpers import ALL_TO_ALL, TINY, layer_tensors, moe_config
+from ranks_helpers import free_port, launch
 from torch import distributed
 
 import pcgsvc
@@ -121,36 +118,6 @@ def test_each_job_of_a_sweep_has_a_group_of_its_own(
     verified = [[row["ok"] for row in report["verify"]] for report in done.reports]
     assert verified == [[True], [True]]
     assert not distributed.is_initialized()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def launch(arguments: list[str], count: int = 2) -> list[str]:
-    """Run one process per rank, as torchrun would; return their standard outputs."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env=os.environ
-            | place
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        done = [process.communicate(timeout=250) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [p.returncode for p in processes] == [0] * count, "\n".join(err for _, err in done)
-    return [out for out, _ in done]
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,14 @@ import pcgsvc
 
 PACKAGE = Path(pcgsvc.__file__).parent
 ORDER = """
-version errors events torch_private config ops sizing forward models trace program partition
-compilers cache build capture check serve metrics report pipeline api jobs __main__
+version errors events torch_private cuda_driver config ops sizing forward models trace program
+partition compilers cache build capture check serve metrics report pipeline api jobs __main__
 """
 ROOMS = ORDER.split()
 """From left to right; a room imports only rooms to its left, and itself."""
-DOORS = {"api", "errors", "events", "metrics", "pipeline", "torch_private", "version", "__main__"}
-ANYWHERE = {"ops", "torch_private", "errors", "events"}
+DOORS = {"api", "errors", "events", "metrics", "pipeline", "version", "__main__"}
+DOORS |= {"torch_private", "cuda_driver"}
+ANYWHERE = {"ops", "torch_private", "cuda_driver", "errors", "events"}
 
 
 def room_of(module: str) -> str:

@@ -67,7 +67,7 @@ def test_every_mode_and_size_gives_what_the_model_gives(
 def test_stats_count_hits_fallbacks_and_padding_and_can_be_reset() -> None:
     with build(toy(1), sizes=[4, 8]) as runner:
         names = ["piecewise:8", "piecewise:4"]
-        unused = {"hits": {}, "fallbacks": [], "padding_share": 0.0, "calls": []}
+        unused = {"hits": {}, "fallbacks": [], "padding_share": 0.0, "calls": [], "in_pieces": []}
         unused |= {"rows": 0, "padding_rows": 0}
         assert runner.stats() == {**unused, "never_used": names}
         for size in (4, 3, 8, 20, 20):

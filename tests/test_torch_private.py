@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from pcgsvc import torch_private as private
 
@@ -759,3 +760,70 @@ def test_a_tensor_without_memory_says_that_it_has_no_values() -> None:
     assert private.is_fake_limit(caught.value)
     assert not private.is_fake_limit(RuntimeError())
     assert not private.is_fake_limit(None)
+
+
+# ---- process groups ------------------------------------------------------------------------------
+
+
+def test_process_groups_are_listed_with_their_ranks_and_found_by_name(group: None) -> None:
+    (world,) = private.process_groups()
+    assert private.process_groups() == {world: [0]}
+    assert private.group_named(world.group_name) is world
+
+
+def test_the_rendezvous_store_has_a_connection_of_its_own(group: None) -> None:
+    store = private.rendezvous_store()
+    store.set("key", "word")
+    assert store.check(["key"])
+    assert store.get("key") == b"word"
+    assert not private.rendezvous_store().check(["other"])
+
+
+def test_a_thread_inside_destroy_process_group_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    home: Any = distributed.distributed_c10d
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    assert private.ending_groups() == []
+    seen, real = [], home._unregister_all_process_groups
+    monkeypatch.setattr(
+        home,
+        "_unregister_all_process_groups",
+        lambda: (seen.append(private.ending_groups()), real()),
+    )
+    distributed.destroy_process_group()
+    assert seen == [[None]]
+    assert private.ending_groups() == []
+
+
+def test_a_dtensor_is_lowered_to_ops_on_its_local_part(group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    assert not private.is_dtensor(torch.zeros(2))
+    mesh = init_device_mesh("cpu", (1,))
+    weight = distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)])
+    assert private.is_dtensor(weight)
+    assert private.is_dtensor_spec(weight._spec)
+    assert not private.is_dtensor_spec(weight)
+    part = private.local_tensor(weight)
+    assert part is private.local_tensor(weight)
+    assert not private.is_dtensor(part)
+    made: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        made.extend(private.lowered_dtensors(graph, inputs))
+        return lambda *args: (torch.zeros(1),)
+
+    def forward(x: torch.Tensor) -> Any:
+        return (weight * 2).redistribute(placements=[Replicate()]).to_local().sum() + x
+
+    with torch.no_grad():
+        private.dynamo_trace(forward, [torch.ones(1)], backend, lambda guards: None)
+    graph, inputs = made
+    assert any(value is part for value in inputs)
+    assert not any(map(private.is_dtensor, inputs))
+    names = {private.op_name(n.target) for n in graph.graph.nodes if n.op == "call_function"}
+    assert {"aten::mul", "aten::sum"} <= names
+
+
+def test_without_a_group_there_are_none() -> None:
+    assert private.process_groups() == {}

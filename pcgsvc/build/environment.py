@@ -23,6 +23,7 @@ from pcgsvc.events import Phases, count, log_event
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace, preserved
+from pcgsvc.ops.ranks import Ranks
 from pcgsvc.program.model import CompiledModel, allocate
 from pcgsvc.program.pieces import Kind
 from pcgsvc.program.writes import undeclared_writes_refused
@@ -43,10 +44,17 @@ class BuildEnvironment:
     """Why the program that was loaded at first is built cold; None: that did not happen."""
     fast_paths: bool
     """Whether attention modules of torch.nn take their fused path outside of builds."""
+    ranks: Ranks
+    """The processes that build the program together."""
     strict: bool
     """Whether what the remote does not do is an error."""
     until_stored: ExitStack
     """Held while other processes wait for this build of the program; closed once it is stored."""
+
+    def close(self) -> None:
+        """Let go of what outlives the build."""
+        self.folder.close()
+        self.ranks.close()
 
     def ready_compilers(self, *, inductor: bool) -> None:
         """Import what traces and compiles; with Inductor, under our settings for this build."""
@@ -119,8 +127,10 @@ def build_environment(
         wrong: why nothing is loaded from the store; see `BuildEnvironment.wrong`.
     """
     config, folder = request.config, CompilerFolder()
+    ranks = Ranks(config.parallel.timeout_s)
     try:
         with (
+            ranks.building(),
             build_modes(request.device) as fast_paths,
             folder.in_use(config.compiler.threads),
             Store.open(
@@ -141,6 +151,7 @@ def build_environment(
                 artifacts=Artifacts(config, request.device, store, folder),
                 wrong=wrong,
                 fast_paths=fast_paths,
+                ranks=ranks,
                 strict=config.strict,
                 until_stored=until_stored,
             )

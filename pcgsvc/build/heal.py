@@ -17,7 +17,6 @@ from pcgsvc.cache.store import Store
 from pcgsvc.errors import CacheError, VerifyError
 from pcgsvc.events import log_event
 from pcgsvc.forward.request import Request
-from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.keys import key_of
 from pcgsvc.program.model import CompiledModel
 
@@ -56,8 +55,8 @@ def wrong_program_dropped(
     Raises:
         WrongProgramError: it was dropped, or left where nothing may be written.
         VerifyError: the program was made here; or it was loaded and must not be made anew, under
-            `cache.require_warm=true` (it is left then) or by one of several processes that share
-            a model's experts.
+            `cache.require_warm=true` (it is left then) or by one of several processes that run
+            a model together.
     """
     try:
         yield
@@ -75,9 +74,9 @@ def wrong_program_dropped(
                 error.report,
             ) from error
         wrong = f"{wrong} {_drop(env.store, key)}"
-        if uses_group(config):
+        if model.ranks.many:
             raise VerifyError(
-                f"{wrong}. Processes that share experts build together: start them again.",
+                f"{wrong}. Processes that run a model together build together: start them again.",
                 error.report,
             ) from error
         raise WrongProgramError(wrong) from error

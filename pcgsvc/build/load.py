@@ -18,6 +18,7 @@ from pcgsvc.config import Strategy
 from pcgsvc.errors import CacheError
 from pcgsvc.events import log_event
 from pcgsvc.forward.request import Request
+from pcgsvc.ops.collectives import is_among_many
 from pcgsvc.program.facts import program_facts
 from pcgsvc.program.forms import NotCanonicalError
 from pcgsvc.program.keys import key_of
@@ -68,6 +69,8 @@ def load_program(request: Request, env: BuildEnvironment) -> ProgramLookup:
     if found.model is None:
         if config.cache.require_warm:
             raise require_warm(env.store, facts, found.misses[-1])
+        if is_among_many():  # they check it together before it is stored; each piece has a lock
+            return found
         held = env.until_stored.enter_context(env.artifacts.lock(facts))
         # Another process may have stored it while this one waited for the lock.
         if held and env.store.writable and env.artifacts.has_program(facts):
@@ -111,4 +114,5 @@ def _load(request: Request, found: ProgramLookup, env: BuildEnvironment) -> None
         counts=artifacts.counts,
         facts=found.facts,
         misses=found.misses,
+        ranks=env.ranks,
     )

@@ -18,10 +18,28 @@ from pcgsvc.build.stages import (
 )
 from pcgsvc.config import Compiler, Strategy
 from pcgsvc.forward.request import Request
+from pcgsvc.program.image import collectives_of, members_of
 
 
 def make_program(request: Request, found: ProgramLookup, env: BuildEnvironment) -> MadeProgram:
-    """Trace, split and compile, if nothing was found; or run a forward that is not traced."""
+    """Trace, split and compile, if nothing was found; or run a forward that is not traced.
+
+    Raises:
+        PeerError: another process that is to run the same program has another one, or failed.
+    """
+    made = _make(request, found, env)
+    config, image = request.config, made.model.image
+    facts = {
+        "mode": config.mode.value,
+        "capture.sizes": config.capture.final_sizes,
+        "capture.self_check": config.capture.self_check,
+        "the program": collectives_of(image),
+    }
+    env.ranks.join(members_of(image), facts)
+    return made
+
+
+def _make(request: Request, found: ProgramLookup, env: BuildEnvironment) -> MadeProgram:
     config, phases = request.config, env.phases
     if found.model is not None:
         return MadeProgram(found.model)

@@ -43,8 +43,8 @@ class ProbedForward(NamedTuple):
 def probe_forward(request: Request, phases: Phases) -> ProbedForward:
     """Run an untraced model's forward to learn what it returns and where it breaks."""
     check_forward(request)
-    names, module = request.config.partition, request.bundle.module
-    boundaries = boundary_names(names.splitting_ops, names.extra_splitting_ops)
+    module = request.bundle.module
+    boundaries = boundary_names(request.config)
     inputs = [Binding(kind="input", name=s.name, spec=None) for s in request.inputs]
     own = tensors_of(module)
     if request.planned is None:  # a plan has no memory to change
@@ -93,6 +93,7 @@ def probe_program(request: Request, found: ProgramLookup, env: BuildEnvironment)
         misses=found.misses,
         warnings=warnings,
         memory=probed.memory,
+        ranks=env.ranks,
     )
 
 

@@ -20,6 +20,7 @@ from pcgsvc.errors import CaptureError
 from pcgsvc.events import Phases
 from pcgsvc.forward.request import Request, check_forward
 from pcgsvc.ops.breaks import HOST_READS, host_reads_refused
+from pcgsvc.ops.collectives import is_among_many, unnamed_boundaries
 from pcgsvc.partition.fx import check_aliases, partition_fx
 from pcgsvc.partition.inductor import partition_inductor
 from pcgsvc.program.guards import stored_guards
@@ -66,7 +67,8 @@ class MadeProgram:
 def trace_forward(request: Request, phases: Phases) -> TracedGraph:
     """Trace the module whole; runs no kernel. TraceError says at which line that is impossible."""
     with phases.phase("trace"):
-        check_forward(request)
+        if not is_among_many():  # the others may have loaded the program, and would not run it
+            check_forward(request)
         traced = trace(request.bundle.module, request.inputs, request.constants)
     refuse_outputs(traced)
     return traced
@@ -76,7 +78,8 @@ def split(traced: TracedGraph, config: Config, phases: Phases) -> Split:
     """Cut the graph at its splitting ops, as the configured strategy does."""
     names, inductor = config.partition, config.compiler.name is Compiler.INDUCTOR
     with phases.phase("split"):
-        shown = partition_fx(traced, names.splitting_ops, names.extra_splitting_ops)
+        unnamed = unnamed_boundaries(config)
+        shown = partition_fx(traced, names.splitting_ops, names.extra_splitting_ops, unnamed)
         if inductor and names.strategy is Strategy.FX:
             check_aliases(shown)
         whole = names.strategy is Strategy.INDUCTOR
@@ -172,6 +175,7 @@ def assemble(
         start="cold",
         counts=env.artifacts.counts,
         tensors={name: traced.tensors[name] for name in captured_tensors(traced)},
+        ranks=env.ranks,
     )
 
 

@@ -30,6 +30,7 @@ from pcgsvc.compilers.folder import CompilerFolder
 from pcgsvc.config import Config
 from pcgsvc.config.choices import Job
 from pcgsvc.errors import CacheError, CompileError
+from pcgsvc.ops.collectives import rank_and_world
 from pcgsvc.program.facts import file_digest as digest_of
 from pcgsvc.program.guards import first_broken
 from pcgsvc.program.image import ProgramImage, from_json, new_boundaries, op_identity, to_json
@@ -223,7 +224,7 @@ class Artifacts:
         for name, identity in image.schemas.items():
             if op_identity(name) != identity:
                 reasons.append(f"operator {name} is declared differently")
-        added = new_boundaries(image, self._config.partition.splitting_ops)
+        added = new_boundaries(image, self._config)
         if added:
             reasons.append(f"operators {added} have become splitting ops")
         if not reasons:
@@ -243,13 +244,19 @@ class Artifacts:
         if image.out_tree is None:
             self.counts.not_saved("the result", "a class in it cannot be found again by its name")
             return False
+        with self.lock(facts):  # processes of one group store their own variants
+            return self._save(facts, image)
+
+    def _save(self, facts: Mapping[str, Any], image: ProgramImage) -> bool:
         key, toolchain = key_of(facts), self._pieces.toolchain
         known, has_piece = self._known(key), partial(self._store.has, Kind.PIECE)
         variants, pieces = [to_json(image).decode()], set(self._pieces.keys(image))
+        _, world = rank_and_world() or (0, 1)
+        max_variants = MAX_VARIANTS * world
         if toolchain is not None and toolchain.stored:
             pieces.add(toolchain.key)  # goes where the program goes, or a fresh machine compiles it
         for other, needed in self._others(known, image):
-            if len(variants) < MAX_VARIANTS and all(map(has_piece, needed - pieces)):
+            if len(variants) < max_variants and all(map(has_piece, needed - pieces)):
                 variants.append(other.decode())
                 pieces |= needed
         beside = sorted({*filter(has_piece, known.companion_keys), *self._companion_keys})

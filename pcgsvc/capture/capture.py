@@ -11,16 +11,20 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pcgsvc import torch_private
 from pcgsvc.capture.cuda import CudaEngine
+from pcgsvc.capture.cuda_composer import CudaComposer
 from pcgsvc.capture.plan import CapturePlan, EntryKey
 from pcgsvc.capture.recorded import RecordedEngine
-from pcgsvc.capture.session import Engine, Entry, Session
-from pcgsvc.config import Config, Mode
+from pcgsvc.capture.session import Engine, Entry, Session, ranged
+from pcgsvc.capture.sources import Boundary, Step
+from pcgsvc.capture.stitch import Joined, join
+from pcgsvc.config import Config, Mode, Replay
+from pcgsvc.cuda_driver import DriverError, find_driver
 from pcgsvc.errors import CaptureError, PcgError
 from pcgsvc.events import Phases, count, log_event
 from pcgsvc.forward.samples import Samples
@@ -121,6 +125,7 @@ def capture(
 
     Raises:
         CaptureError: nothing at all could be captured, or the device is broken.
+        PeerError: another process that captures the same is gone.
     """
     table = GraphTable()
     if not plan.entries and not plan.invalid:
@@ -135,11 +140,11 @@ def capture(
     total = len(plan.entries)
     with phases.phase("capture", total) as details, memory.on_stream(), _collector_held():
         for key in plan.entries:
-            try:
-                recorder.record(key, table)
-            except PcgError as error:
-                _skip(table, key, str(error))
-                failures += [error] if isinstance(error, CaptureError) else []
+            why = model.ranks.first(recorder.attempt(key, table, failures))
+            if why is not None:  # here, or at another rank
+                if table.entries.pop(key, None) is not None and not table.entries:
+                    engine.discard_pool()
+                _skip(table, key, why)
             phases.progress.advance()
         owned_bytes = sum(entry.owned_bytes for entry in table.entries.values())
         table.pool_bytes = engine.pool_bytes() + owned_bytes
@@ -157,9 +162,17 @@ def capture(
 
 def make_engine(memory: Workspace, config: Config) -> Engine:
     """Return what captures segments on the workspace's device."""
-    if memory.stream is not None:
-        return CudaEngine(memory.stream, config.capture.error_mode.value)
-    return RecordedEngine()
+    if memory.stream is None:
+        return RecordedEngine()
+    composer: CudaComposer | str | None = None
+    if config.capture.replay is not Replay.PIECES:
+        try:
+            composer = CudaComposer(find_driver(), memory.device)
+        except DriverError as error:
+            composer = str(error)
+            level = logging.WARNING if config.capture.replay is Replay.STITCHED else logging.INFO
+            log_event(logger, level, "no_driver", "capture.replay: pieces, since %s", composer)
+    return CudaEngine(memory.stream, config.capture.error_mode.value, composer)
 
 
 @dataclass(frozen=True)
@@ -171,6 +184,15 @@ class _Recorder:
     engine: Engine
     samples: Samples
     config: Config
+
+    def attempt(self, key: EntryKey, table: GraphTable, failures: list[CaptureError]) -> str | None:
+        """Record an entry, or return why it cannot be, and add that to the failures of capture."""
+        try:
+            self.record(key, table)
+        except PcgError as error:
+            failures += [error] if isinstance(error, CaptureError) else []
+            return str(error)
+        return None
 
     def record(self, key: EntryKey, table: GraphTable) -> None:
         """Warm an entry up, capture it, and put it into the table, or leave nothing of it.
@@ -263,7 +285,10 @@ class _Recorder:
             session = Session(engine, context, breaks=breaks, ranges=ranges)
             try:
                 with engine.session():
-                    return session.finish(program.run(values, session))
+                    entry = session.finish(program.run(values, session))
+                if breaks:
+                    entry.joined = self._joined(entry, session.parts)
+                return entry
             except BaseException as error:
                 session.abort()
                 if not isinstance(error, Exception):
@@ -272,6 +297,23 @@ class _Recorder:
                 if not pool_in_use:
                     engine.discard_pool()
                 raise _capture_error(error, program, key) from error
+
+    def _joined(self, entry: Entry, parts: Sequence[Step | Boundary]) -> Joined:
+        """Return how a piecewise entry is replayed, as `capture.replay` says."""
+        wanted, composer = self.config.capture.replay, self.engine.composer
+        if wanted is Replay.PIECES or composer is None:
+            return Joined(why="capture.replay=pieces")
+        if isinstance(composer, str):
+            joined = Joined(why=composer)
+        else:
+            joined = join(entry.steps, parts, composer, auto=wanted is Replay.AUTO)
+        if self.config.debug.profile_ranges:
+            joined.steps = [ranged("stitched", step) for step in joined.steps]
+        if joined.missing is not None and wanted is Replay.STITCHED:
+            if self.config.strict:
+                raise CaptureError(f"capture.replay=stitched is not done: {joined.missing}")
+            logger.warning("capture.replay=stitched is not done: %s", joined.missing)
+        return joined
 
 
 def _words(key: EntryKey) -> str:

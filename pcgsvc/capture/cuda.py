@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.capture.sources import Composer
 from pcgsvc.program.program import CompiledPiece
 
 Step = Callable[[], Any]
@@ -32,8 +33,10 @@ class CudaEngine:
 
     name = "cuda"
 
-    def __init__(self, stream: torch.cuda.Stream, error_mode: str) -> None:
-        self.stream = stream
+    def __init__(
+        self, stream: torch.cuda.Stream, error_mode: str, composer: Composer | str | None = None
+    ) -> None:
+        self.stream, self.composer = stream, composer
         self.pool = torch.cuda.graph_pool_handle()
         self._pools = [self.pool]
         """All pools that entries of this runner may lie in: one, unless a capture failed."""
@@ -48,7 +51,9 @@ class CudaEngine:
     def begin(self) -> None:
         """See `Engine.begin`."""
         # Before it begins: a begin that fails leaves the random generator to `abort`.
-        graph = self._graph = torch.cuda.CUDAGraph()
+        # Kept beside its executable where it may be joined: torch then instantiates at the replay.
+        keep = {} if isinstance(self.composer, str | None) else {"keep_graph": True}
+        graph = self._graph = torch.cuda.CUDAGraph(**keep)
         graph.capture_begin(pool=self.pool, capture_error_mode=self._error_mode)
 
     def end(self) -> Step | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pcgsvc.config import Config, Graphs, Mode
+from pcgsvc.config import Collectives, Config, Graphs, Mode
 from pcgsvc.config.resolve import GEMV_ROWS, wants_gemv
 from pcgsvc.forward.request import Request, attention_of
 from pcgsvc.ops.attention import AttentionBackend
+from pcgsvc.ops.collectives import COLLECTIVES
 from pcgsvc.ops.modes import FULL, NEAR_ROWS, NONE, PIECEWISE, Resolution, gaps, resolve_mode
 from pcgsvc.ops.registry import find_spec
 from pcgsvc.ops.support import Support
@@ -197,6 +198,8 @@ def support_of(name: str, config: Config, attention: type[AttentionBackend] | No
     op = find_spec(name)
     if op is None:
         return Support.NEVER
+    if name in COLLECTIVES and config.parallel.collectives is Collectives.REGION:
+        return Support.ALWAYS
     if op.support is not None:
         return op.support
     return attention.cudagraph_support if attention is not None else Support.NEVER

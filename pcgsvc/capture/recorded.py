@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
+from pcgsvc.capture.sources import Comparison, Step
+from pcgsvc.cuda_driver import Launch
 from pcgsvc.errors import CaptureError
 from pcgsvc.ops.breaks import HOST_READS
 from pcgsvc.program.program import CompiledPiece
-
-Step = Callable[[], Any]
 
 _SYNCS = {
     **dict.fromkeys(
@@ -137,12 +137,83 @@ class _Recorder(torch_private.RecordingMode):
         self.steps.append(step)
 
 
+class RecordedComposer:
+    """Joins recorded segments and launches: what CUDA would replay at once, called in order."""
+
+    is_timed = False
+
+    def address(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Composer.address`; a recorded launch takes tensors."""
+        return tensor
+
+    def compose(self, parts: Sequence[Step | Launch]) -> RecordedComposed:
+        """See `Composer.compose`."""
+        return RecordedComposed(parts)
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """See `Composer.aside`."""
+        return contextlib.nullcontext()
+
+    def capture(self, run: Step) -> Sequence[Launch]:
+        """See `Composer.capture`: the op itself is the kernel, as nothing can keep its ops back."""
+        return [Launch(lambda grid: run(), (1, 1, 1), (1, 1, 1), 0, ())]
+
+    def launch(self, launches: Sequence[Launch]) -> None:
+        """See `Composer.launch`."""
+        for launch in launches:
+            launch.function(launch.grid, *launch.args)
+
+    def compare(self, pieces: Sequence[Step], stitched: Sequence[Step], anew: Step) -> Comparison:
+        """Refuse: see `is_timed`."""
+        raise AssertionError("recorded graphs are not timed")
+
+
+class RecordedComposed:
+    """See `Composed`."""
+
+    def __init__(self, parts: Sequence[Step | Launch]) -> None:
+        self._parts = [RecordedNode(p) if isinstance(p, Launch) else p for p in parts]
+        self.nodes = [p for p in self._parts if isinstance(p, RecordedNode)]
+
+    def replay(self, *, patched: bool) -> None:
+        """See `Composed.replay`."""
+        for part in self._parts:
+            part()
+
+
+class RecordedNode:
+    """See `Node`."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch, self._enabled = launch, True
+
+    def __call__(self) -> None:
+        """Make the launch that is set."""
+        if self._enabled:
+            self._launch.function(self._launch.grid, *self._launch.args)
+
+    def set(self, launch: Launch) -> None:
+        """See `Node.set`."""
+        self._launch = launch
+
+    def change(self, grid: tuple[int, int, int] | None, args: Sequence[tuple[int, Any]]) -> None:
+        """See `Node.change`."""
+        new = dict(args)
+        values = tuple(new.get(at, value) for at, value in enumerate(self._launch.args))
+        self._launch = self._launch._replace(grid=grid or self._launch.grid, args=values)
+
+    def enable(self, enabled: bool) -> None:
+        """See `Node.enable`."""
+        self._enabled = enabled
+
+
 class RecordedEngine:
     """Records segments. One per runner; used under the runner's lock."""
 
     name = "recorded"
 
     def __init__(self) -> None:
+        self.composer = RecordedComposer()
         self._reads = _HostReads()
         self._recorder: _Recorder | None = None
         self._current: list[torch.Tensor] = []

@@ -23,6 +23,8 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.capture.bridges import BoundResults, Step
+from pcgsvc.capture.sources import Boundary, Composer
+from pcgsvc.capture.stitch import Joined
 from pcgsvc.errors import CaptureError
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import ForwardContext
@@ -43,6 +45,10 @@ class Engine(Protocol):
     """What captures and executes segments."""
 
     name: str
+
+    @property
+    def composer(self) -> Composer | str | None:
+        """What joins segments and splitting ops, or why nothing does; None: nobody asks."""
 
     def begin(self) -> None:
         """Start capturing a segment."""
@@ -112,6 +118,13 @@ class Entry:
     """What must outlive the steps."""
     owned: list[torch.Tensor] = field(default_factory=list)
     """Recorded graphs: memory that the segments allocated, for `debug.poison`."""
+    joined: Joined | None = None
+    """How its pieces are replayed; None: it is one full graph."""
+
+    @property
+    def calls(self) -> Sequence[Step]:
+        """What a forward calls in order: the steps, or fewer that do the same."""
+        return self.joined.steps if self.joined is not None and self.joined.steps else self.steps
 
     @property
     def owned_bytes(self) -> int:
@@ -135,6 +148,8 @@ class Session:
         self._breaks = breaks
         self._ranges = ranges
         self._steps: list[tuple[str, bool, Step]] = []
+        self.parts: list[Step | Boundary] = []
+        """The steps again, with what is known of splitting ops."""
         self._boundaries: list[str] = []
         self.frozen: list[tuple[Any, ...]] = []
         """Per boundary: the arguments that are no tensors, and so are frozen."""
@@ -201,7 +216,7 @@ class Session:
         # Modes are a stack: the engine may have to leave its own, which lies under the listener.
         listener.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
-            result = self._at_break(_Break(name, function, list(args), kwargs))
+            result = self._at_break(_Break(name, function, list(args), kwargs, declared=False))
         finally:
             listener.__enter__()  # type: ignore[no-untyped-call]
         self._refuse_fresh(name, result)
@@ -267,7 +282,7 @@ class Session:
         self._end()
         held = [self._engine.hold(t) for t in outputs]
         if self._ranges:
-            self._steps = [(n, r, _ranged(n, s)) for n, r, s in self._steps]
+            self._steps = [(n, r, ranged(n, s)) for n, r, s in self._steps]
         steps = list(_without_gaps(self._steps))
         return Entry(
             steps=tuple(s for _, _, s in steps),
@@ -285,6 +300,7 @@ class Session:
         self._open = []
         self._engine.abort()
         self._steps.clear()
+        self.parts.clear()
         self._keep.clear()
 
     # -- segments --
@@ -304,6 +320,7 @@ class Session:
         self._open = []
         if replay is not None:
             self._steps.append((name, True, replay))
+            self.parts.append(replay)
 
     # -- splitting ops --
 
@@ -329,7 +346,20 @@ class Session:
         self._keep += results.bridges
         rows = [hold(t) for t in at.written] + (results.bridges if at.row_result else [])
         zero_padding(rows)
-        return results.value, results.step(run, rows)
+        step = results.step(run, rows)
+        plain = functools.partial(at.kernel, *held_args, **held_kwargs)
+        self.parts.append(
+            Boundary(
+                name=at.name,
+                step=step,
+                run=results.step(plain, rows),
+                args=held_args,
+                kwargs=held_kwargs,
+                plan=None if at.spec is None else at.spec.plan_launches,
+                why_not=at.why_outside(result),
+            )
+        )
+        return results.value, step
 
     def _mask_padding(self, tensors: Sequence[torch.Tensor]) -> None:
         """Zero padding rows with device values only, as a captured segment must."""
@@ -354,6 +384,14 @@ class _Break:
     """Whether the padding rows of its results must be."""
     written_later: bool = True
     """See `Call.written_later`; True where that is not known."""
+    declared: bool = True
+    """Whether it is an op, whose schema says what it writes."""
+
+    def why_outside(self, result: Any) -> str | None:
+        """Return why it must stay outside of any graph, given what it returned."""
+        if not self.declared:
+            return "it is a Python function, which declares no writes"
+        return "it returns tensors" if tensors_in(result) else None
 
 
 def _without_gaps(steps: list[tuple[str, bool, Step]]) -> Iterator[tuple[str, bool, Step]]:
@@ -375,7 +413,7 @@ def _in_order(runs: list[Step]) -> Step:
     return step
 
 
-def _ranged(name: str, step: Step) -> Step:
+def ranged(name: str, step: Step) -> Step:
     """Wrap a step in a profiler range that carries its piece's name."""
 
     def ranged() -> None:

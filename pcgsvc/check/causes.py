@@ -20,7 +20,6 @@ from pcgsvc.config import Compiler, Mode
 from pcgsvc.errors import PcgError, VerifyError
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.context import use_context
-from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.image import ProgramImage
 
 BAKED_IN = (
@@ -98,6 +97,8 @@ def _is_random(name: str) -> bool:
 def program_differs(trial: Trial, step: Step) -> tuple[float, float] | None:
     """Return error and tolerance if the program, run without graphs, is not as the module.
 
+    So too if it is as the module here, and not at another rank.
+
     Raises:
         RefusedRowsError: the module cannot run so many rows (a table is too short).
         VerifyError: the program raises and the module does not, or results differ in shape.
@@ -117,8 +118,9 @@ def program_differs(trial: Trial, step: Step) -> tuple[float, float] | None:
             f"{type(raised).__name__}: {raised}"
         ) from raised
     error = error_of(got, wanted)
-    tolerance = tolerance_of(wanted, error, plain, always=uses_group(trial.config))
-    return (error, tolerance) if error > tolerance else None
+    ranks = trial.model.ranks
+    tolerance = tolerance_of(wanted, error, plain, always=ranks.many)
+    return (error, tolerance) if ranks.any(error > tolerance) else None
 
 
 def of_entry(

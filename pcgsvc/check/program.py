@@ -31,7 +31,6 @@ from pcgsvc.config import Compiler, Config, OnMismatch, Strategy
 from pcgsvc.errors import VerifyError
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace
-from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.pieces import Partition
 
@@ -121,7 +120,7 @@ def _mended(
     """Return the model with the regions that are wrong uncompiled; VerifyError if it cannot be."""
     model, compiler = trial.model, trial.config.compiler
     # Other processes take no part in experiments.
-    if regions is None or uses_group(trial.config):
+    if regions is None or trial.model.ranks.many:
         raise VerifyError(f"{differs}.")
     if (cause := unsteady(trial, step)) is not None:
         raise VerifyError(f"{differs}: {cause}")

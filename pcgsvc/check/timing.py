@@ -22,7 +22,6 @@ from pcgsvc.config import Config, Mode
 from pcgsvc.forward.samples import Samples
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import use_context
-from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.program.model import CompiledModel
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ def time_entries(
 ) -> list[dict[str, Any]]:
     """Time every captured entry and the module on the same inputs.
 
-    Where other processes run the same experts, as many repeats are taken as `bench.repeats` asks
+    Where other processes run the same program, as many repeats are taken as `bench.repeats` asks
     for, however long they take: their boundaries must be called as often.
 
     Args:
@@ -78,7 +77,7 @@ def time_entries(
         verdict on what bounds it, and with a rival its reduce_overhead_us, unless it failed.
     """
     rows = []
-    limit_s = float("inf") if uses_group(config) else _MAX_SECONDS
+    limit_s = float("inf") if model.ranks.many else _MAX_SECONDS
     with torch.no_grad():
         for (mode, descriptor), entry in table.entries.items():
             size = descriptor.num_tokens
@@ -145,7 +144,7 @@ def _time_entry(
     pairs = list(zip(entry.steps, entry.is_region, strict=True))
     regions = [s for s, is_region in pairs if is_region]
     boundaries = [s for s, is_region in pairs if not is_region]
-    whole = time_calls(entry.steps, sync, repeats, limit_s)
+    whole = time_calls(entry.calls, sync, repeats, limit_s)
     region = time_calls(regions, sync, repeats, limit_s).step
     boundary = time_calls(boundaries, sync, repeats, limit_s).step
     return {

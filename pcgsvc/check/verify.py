@@ -30,7 +30,6 @@ from pcgsvc.forward.specs import SizePredicate
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.context import ForwardContext, use_context
 from pcgsvc.ops.expert_choice import Choices, following, recorded_choices
-from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.ops.modes import fewest_rows
 from pcgsvc.program.model import CompiledModel
 
@@ -93,7 +92,7 @@ def verify(
             phases.progress.advance()
         rows = [found[key] for key in table.entries]
         trial = replace(trial, model=model)
-        wrong = refusal(rows, plan, memory, None if uses_group(plan.config) else trial)
+        wrong = model.ranks.first(refusal(rows, plan, memory, trial))
     return Verified(model, table, rows, wrong)
 
 
@@ -130,6 +129,8 @@ def refusal(
     wrong = [row for row in rows if not row["ok"]]
     if not wrong:
         return None
+    if trial is not None and trial.model.ranks.many:  # the others take no part in experiments
+        trial = None
     each = "; ".join(
         f"{r['mode']} size {r['size']}: {r['max_rel_err']:.3g} (tolerance {r['tolerance']:.3g}), "
         f"true rows {r['max_rel_err_true']:.3g} (tolerance {r['tolerance_true']:.3g})"
@@ -246,7 +247,7 @@ class _Check:
         pure = run_alone()
         errors = [error_of(outputs.cut(replay.results, true), pure) for replay in replays]
         worst = max(errors) if self.is_exact else max(error, *errors)
-        tolerance = tolerance_of(pure, worst, run_alone, always=uses_group(self.config))
+        tolerance = tolerance_of(pure, worst, run_alone, always=self.model.ranks.many)
         spoilt = [_spoilt(replay.state, states[0], tolerance) for replay in replays]
         return _Trial(true, error, tolerance, list(zip(kinds, errors, spoilt, strict=True)))
 
@@ -289,7 +290,10 @@ class _Check:
             with preserved(self.state):
                 return self.plain(inputs, batch, rows)
 
-        return input_dependence(run, self.samples.inputs(rows), differ)
+        def differs(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+            return self.model.ranks.any(differ(got, wanted))
+
+        return input_dependence(run, self.samples.inputs(rows), differs)
 
     def replay(
         self, key: EntryKey, inputs: Mapping[str, torch.Tensor], batch: CheckedBatch
@@ -300,7 +304,7 @@ class _Check:
             with self.memory.on_stream():
                 self.memory.load(inputs, size, size)
                 with use_context(self._context(batch, size, key)):
-                    for step in entry.steps:
+                    for step in entry.calls:
                         step()
                 results = [tensor.clone() for tensor in entry.outputs]
             return _Replay(results, self._copied_state(), choices)

@@ -106,11 +106,26 @@ class ErrorMode(enum.Enum):
     RELAXED = "relaxed"
 
 
+class Replay(enum.Enum):
+    """How captured pieces are replayed: one by one, or joined with what is between them."""
+
+    AUTO = "auto"
+    PIECES = "pieces"
+    STITCHED = "stitched"
+
+
 class MoeBackend(enum.Enum):
     """Where the experts of a mixture are: all here, or spread over a process group."""
 
     LOCAL = "local"
     ALL_TO_ALL = "all_to_all"
+
+
+class Collectives(enum.Enum):
+    """Where collectives run: inside of graphs, or between them."""
+
+    REGION = "region"
+    BOUNDARY = "boundary"
 
 
 class Job(enum.Enum):

@@ -6,7 +6,7 @@ sizes are final. Imports no torch.
 
 from __future__ import annotations
 
-from pcgsvc.config.choices import Compiler, Graphs, Mode, Strategy
+from pcgsvc.config.choices import Collectives, Compiler, Graphs, Mode, Strategy
 from pcgsvc.config.limits import validate_sizes
 from pcgsvc.config.parse import copy
 from pcgsvc.config.schema import CaptureConfig, Config
@@ -65,6 +65,8 @@ def resolve(config: Config, *, device_type: str) -> Config:
         out.bench.reduce_overhead = cuda
     if out.capture.graphs is Graphs.AUTO:
         out.capture.graphs = Graphs.CUDA if cuda else Graphs.RECORDED
+    if out.parallel.collectives is None:
+        out.parallel.collectives = Collectives.REGION if cuda else Collectives.BOUNDARY
     if out.attention.max_model_len is None:
         out.attention.max_model_len = 2048 if cuda else 256
     return out

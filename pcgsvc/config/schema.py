@@ -17,6 +17,7 @@ from pcgsvc.config.choices import (
     Arrivals,
     CacheAction,
     CacheMode,
+    Collectives,
     Compiler,
     ErrorMode,
     Graphs,
@@ -27,6 +28,7 @@ from pcgsvc.config.choices import (
     OnMismatch,
     OnUncovered,
     Outputs,
+    Replay,
     Strategy,
 )
 
@@ -78,8 +80,8 @@ class ModelConfig:
     name: str = "llama"
     """Model family; one of the files under `conf/model/`."""
     preset: str = "tiny"
-    """Named set of dimensions of the family (llama: tiny, 160m, 1b, 8b; llama_moe: tiny, 8x7b;
-    encoder: tiny, minilm, base)."""
+    """Named set of dimensions of the family (llama: tiny, 160m, 1b, 8b, 70b; llama_moe: tiny,
+    8x7b; encoder: tiny, minilm, base)."""
     weights: str | None = None
     """Path of a `.gguf` or `.safetensors` checkpoint (encoder, minilm: of a folder with
     model.safetensors; module: of a state dict, `.safetensors` or written by torch.save); None:
@@ -163,6 +165,19 @@ class PartitionConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """Processes that run one model together, each on a device of its own."""
+
+    tensor: Count = 1
+    """Processes that share the model's heads and features; torchrun starts as many. At least 1."""
+    collectives: Collectives | None = None
+    """`region` (captured inside graphs, which NCCL can do) or `boundary` (between them); None:
+    region on CUDA, boundary on the CPU."""
+    timeout_s: Annotated[float, Positive] = 60.0
+    """How long a process of whose peers one is gone goes on, in seconds; at least 1."""
+
+
+@dataclass(kw_only=True, slots=True)
 class CompilerConfig:
     """What compiles the regions."""
 
@@ -221,6 +236,11 @@ class CaptureConfig:
     limit. Sizes that would pass it are skipped with their reason."""
     warmup_calls: Count = 2
     """Plain calls of the program per size before it is captured; at least 1."""
+    replay: Replay = Replay.AUTO
+    """How a piecewise entry is replayed: `pieces` (a graph per region, the splitting ops between
+    them), `stitched` (one graph in which the splitting ops' kernels get each step's parameters; the
+    package cuda-bindings is needed), or `auto`: stitched where every splitting op has a launch plan
+    and it is timed to be as fast."""
     self_check: bool = True
     """Compare program and captured entries, however calls pad them, with plain execution while
     building. A stored program that differs is dropped and built cold."""
@@ -284,6 +304,9 @@ class DebugConfig:
     poison: bool = False
     """Recorded graphs only: before a replay, fill the memory of all other entries with NaN, as
     sharing one graph pool may."""
+    check_calls: bool = False
+    """Where processes run a model together: compare number, size and mode of every call over all of
+    them, and refuse a call that differs. Else such a call hangs or gives wrong results."""
     profile_ranges: bool = False
     """Wrap every replay step in a profiler range that carries its piece's name."""
 
@@ -394,6 +417,7 @@ class Config:
     mode: Mode = Mode.FULL_AND_PIECEWISE
     """Which graphs serve which batches."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -211,6 +211,8 @@ NOT_IN_KEY: dict[str, str] = {
     "model.config": "a name or a path; its content is a fact itself",
     "model.reference_check": "looking at the model changes nothing that is compiled",
     "attention": "backends run in the boundaries, which are not compiled; their schema is a fact",
+    "parallel.tensor": "a process's share shows in its tensors, its group in what tracing read",
+    "parallel.timeout_s": "how long a process waits, not what is compiled",
     "compiler.threads": "how many processes compile, not what they make",
     "mode": "which graphs are captured, not what is compiled",
     "capture": "which graphs are captured, not what is compiled",

@@ -332,7 +332,8 @@ class StepBuffers:
         self.query_start_loc, self.seq_lens = fields[4:6]
         self.block_tables = fields[6].view(max_reqs + 1, blocks_per_request)
         self._table_start = sum(sizes)
-        self._staging = _Staging(max(2 * total, self.HALF)) if device.type == "cuda" else None
+        half = max(2 * total, self.HALF)
+        self._staging = _Staging(self._device, half) if device.type == "cuda" else None
         is_host = self._staging is None
         self._flat = self._device.numpy() if is_host else np.zeros(total, np.int32)
         self._fields = np.split(self._flat, np.cumsum(sizes))
@@ -363,7 +364,7 @@ class StepBuffers:
             tables[:reqs, :width] = given[:, :width]
             used += reqs * self._width
         if self._staging is not None:
-            self._staging.copy(self._flat, self._device, used)
+            self._staging.copy(self._flat[:used])
         self._tables = given
 
     def _write_layout(self, batch: CheckedBatch, padded_tokens: int) -> None:
@@ -412,21 +413,32 @@ class StepBuffers:
 class _Staging:
     """Pinned memory in two halves, out of which copies to the device are queued."""
 
-    def __init__(self, half: int) -> None:
-        self._half, self._at, self._end = half, 0, half
+    MAX_VIEWS = 1024
+    """Most remembered views: making one takes as long as half a copy."""
+
+    def __init__(self, target: torch.Tensor, half: int) -> None:
+        self._target, self._half, self._at, self._end = target, half, 0, half
         self._pinned = torch.zeros(2 * half, dtype=torch.int32, pin_memory=True)
-        self._flat = self._pinned.numpy()
         self._done = {end: torch.cuda.Event() for end in (half, 2 * half)}
         """By a half's end: when the copies from it are done."""
+        self._views: dict[tuple[int, int], tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        """By start and length: pinned memory for numpy and for torch, and where it goes."""
 
-    def copy(self, source: npt.NDArray[np.int32], target: torch.Tensor, count: int) -> None:
-        """Queue a copy of the first `count` numbers on the current stream."""
+    def copy(self, source: npt.NDArray[np.int32]) -> None:
+        """Queue a copy to the start of the target on the current stream."""
+        count = len(source)
         if self._at + count > self._end:
             self._done[self._end].record()
             self._end = 3 * self._half - self._end
             self._at = self._end - self._half
             self._done[self._end].synchronize()
-        end = self._at + count
-        self._flat[self._at : end] = source[:count]
-        target[:count].copy_(self._pinned[self._at : end], non_blocking=True)
-        self._at = end
+        views = self._views.get((self._at, count))
+        if views is None:
+            if len(self._views) >= self.MAX_VIEWS:
+                self._views.clear()
+            pinned = self._pinned[self._at : self._at + count]
+            views = self._views[self._at, count] = pinned.numpy(), pinned, self._target[:count]
+        host, pinned, target = views
+        host[:] = source
+        target.copy_(pinned, non_blocking=True)
+        self._at += count

@@ -77,6 +77,9 @@ class ModelBundle:
     """What the checkpoint's weights are stored in, as it says; None: it does not, or is none."""
     plan_notes: list[str] = field(default_factory=list)
     """In which a plan of it differs from a run."""
+    parallel: dict[str, str] = field(default_factory=dict)
+    """Of a model that is shared out among ranks: what is split and what replicated, for the
+    report."""
     samples_from: str | None = None
     """Set for a user's own module, whose forward is run plainly before it is traced: where
     `make_inputs` has its inputs from, in a sentence for messages."""

@@ -247,11 +247,14 @@ def _slot(value: Any, member: types.MemberDescriptorType, name: str) -> Any:
 
 
 def tensors_of(module: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name, tied ones under their first name only."""
+    """Return parameters and buffers by name, tied ones under their first name only.
+
+    Of a DTensor it is this process's part.
+    """
     if not isinstance(module, torch.nn.Module):
         return {}
-    named: dict[str, torch.Tensor] = dict(module.named_parameters())
-    return named | dict(module.named_buffers())
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    return {name: torch_private.local_tensor(tensor) for name, tensor in named}
 
 
 def tensors_held(root: Any) -> dict[str, torch.Tensor]:
@@ -311,6 +314,11 @@ class _Search:
     def reaches(self, value: Any, name: str, depth: int) -> bool:
         """Whether a wanted tensor is reachable from `value`; notes the places on the way."""
         if isinstance(value, torch.Tensor):
+            part = torch_private.local_tensor(value)
+            if part is not value and self._wanted(part):
+                get = functools.partial(getattr, value)
+                self.places.append(Place(get, "_local_tensor", part, name))
+                return True
             return self._wanted(value)
         if isinstance(value, (*ATOMS, *CODE)) or depth > _MAX_DEPTH:
             return False

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -36,6 +37,9 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.ranked import RankedStream, rank_among_many
 from pcgsvc.jobs.sweep.outcome import BAD_CONFIG, FAILED, INTERRUPTED, OK
 from pcgsvc.version import __version__
+
+_FIRST_SPEAKS_S = 5.0
+"""How long another rank leaves the first one to print why a command is refused, in seconds."""
 
 
 def entry() -> None:
@@ -89,6 +93,9 @@ def main(argv: Sequence[str]) -> int:
 def _complain(error: Exception) -> int:
     """Print an error that no job has logged, and return its code."""
     text = str(error) if isinstance(error, ConfigError) else words_of(error)
+    if isinstance(error, ConfigError) and rank_among_many():
+        time.sleep(_FIRST_SPEAKS_S)  # it is the same on every rank; torchrun ends all with one
+        return BAD_CONFIG
     if isinstance(error, (ConfigError, HydraException, OmegaConfBaseException)):
         _print(f"pcgsvc: {text}", error=True)
         return BAD_CONFIG

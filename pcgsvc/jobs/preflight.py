@@ -18,7 +18,7 @@ from pcgsvc.errors import CacheError, ConfigError, near
 from pcgsvc.jobs.sweep.objective import check_objective
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.backends import find_backend
-from pcgsvc.ops.expert_group import refuse_sweep
+from pcgsvc.ops.expert_group import check_launch, refuse_sweep
 from pcgsvc.ops.modes import resolve_mode
 from pcgsvc.ops.registry import registered_names
 from pcgsvc.ops.support import Support
@@ -48,10 +48,12 @@ def check_command(command: Command) -> None:
         check_launcher(command.launcher)
     for at, config in enumerate(configs):
         try:
+            if command.multirun:
+                refuse_sweep(config)
             check(config)
+            check_launch(config)
             if command.multirun:
                 _check_sweep(config)
-                refuse_sweep(config)
         except ConfigError as error:
             where = f" (job {at + 1} of {len(configs)}; none was run)" if len(configs) > 1 else ""
             raise ConfigError(f"{error}{where}") from error

@@ -40,7 +40,6 @@ from pcgsvc.forward.plain import place_of, words_of
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.samples import Padding
 from pcgsvc.models.request import request_of
-from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.pipeline import build
 from pcgsvc.report import words
 from pcgsvc.serve.runner import Runner
@@ -275,7 +274,7 @@ def _compared(runner: Runner, trial: Trial, steps: Sequence[Step]) -> Result:
         got, plain = trial.both(step, partial(runner, **step.inputs, batch=step.batch))
         wanted = plain()
         error = error_of(got, wanted)
-        tolerance = tolerance_of(wanted, error, plain, always=uses_group(trial.config))
+        tolerance = tolerance_of(wanted, error, plain, always=trial.model.ranks.many)
         worst = max(worst, error)
         if error > tolerance:
             wrong.append(f"{step.rows} rows: {error:.3g} (tolerance {tolerance:.3g})")

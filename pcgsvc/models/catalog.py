@@ -26,10 +26,15 @@ from pcgsvc.models.hf import family as hf
 from pcgsvc.models.language import language_bundle
 from pcgsvc.models.llama import Llama
 from pcgsvc.models.llama_dims import LlamaDims, preset_dims
+from pcgsvc.models.sharding import cuts_of, in_words, shard_dims
 from pcgsvc.models.tokenizer import GgufTokenizer, unsupported
 from pcgsvc.models.weights import check_explicit, initialize, load_weights
+from pcgsvc.ops.expert_group import Place, require_group, tensor_place
 
 logger = logging.getLogger(__name__)
+
+_SHARED_OUT = ("llama", "smollm2", "hf", "llama_moe")
+"""Families that `parallel.tensor` shares out among ranks."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,13 @@ def validate_model(config: Config) -> None:
     Raises:
         ConfigError: naming the setting, what was got and what to do.
     """
-    _find_family(config.model).validate(config)
+    family = _find_family(config.model)
+    if config.parallel.tensor > 1 and config.model.name not in _SHARED_OUT:
+        raise ConfigError(
+            f"parallel.tensor: got {config.parallel.tensor}, but model={config.model.name} does "
+            f"not read it. Models that do: {', '.join(_SHARED_OUT)}."
+        )
+    family.validate(config)
 
 
 def build_model(config: Config, *, device: torch.device, dtype: torch.dtype | None) -> ModelBundle:
@@ -82,9 +93,12 @@ def build_model(config: Config, *, device: torch.device, dtype: torch.dtype | No
     Random weights come from `config.seed`. `dtype=None` (`model=module` only): as it is made.
 
     Raises:
-        ConfigError: as `validate_model`; or the caller is inside `torch.autocast`.
+        ConfigError: as `validate_model`; or the caller is inside `torch.autocast`, or there is no
+            process group where several processes share the model.
     """
     refuse_autocast(device)
+    if not torch_private.shapes_only():
+        require_group(config, device)
     bundle = _find_family(config.model).build(config, device, dtype)
     if isinstance(bundle.module, torch.nn.Module):
         bundle.module.eval().requires_grad_(False)
@@ -122,8 +136,11 @@ def _find_family(model: ModelConfig) -> Family:
 
 def _open_llama(config: Config) -> LlamaDims | LlamaCheckpoint:
     """Return the preset's dimensions, or the checkpoint that `model.weights` names."""
-    model = config.model
-    return preset_dims(model) if model.weights is None else _open(model, model.weights)
+    if config.model.weights is not None:
+        return _open(config, config.model.weights)
+    dims = preset_dims(config.model)
+    shard_dims(dims, config.parallel.tensor)
+    return dims
 
 
 def _open_smollm2(config: Config) -> LlamaCheckpoint:
@@ -133,7 +150,7 @@ def _open_smollm2(config: Config) -> LlamaCheckpoint:
             f"model.weights: got '{path}'; model=smollm2 needs a .gguf file, which has the "
             "tokenizer in it. Use model=llama for other checkpoints."
         )
-    checkpoint = _open(config.model, path)
+    checkpoint = _open(config, path)
     reason = unsupported(checkpoint.metadata)
     if reason is not None:
         raise ConfigError(
@@ -143,22 +160,25 @@ def _open_smollm2(config: Config) -> LlamaCheckpoint:
     return checkpoint
 
 
-def _open(model: ModelConfig, weights: str | Path) -> LlamaCheckpoint:
+def _open(config: Config, weights: str | Path) -> LlamaCheckpoint:
     checkpoint = open_checkpoint(weights)
-    check_explicit(model, checkpoint)
+    check_explicit(config.model, checkpoint)
+    shard_dims(checkpoint.dims, config.parallel.tensor)
     return checkpoint
 
 
 def _build_llama(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
     source = _open_llama(config)
     if isinstance(source, LlamaDims):
-        module = Llama(source, device=device, dtype=dtype)
-        initialize(module, config.seed)
+        place = tensor_place(config)
+        module = Llama(source, device=device, dtype=dtype, ranks=place.world)
+        initialize(module, config.seed, cuts_of(source, place))
         return _bundle(module, None)
     reason = unsupported(source.metadata)
     if reason is not None:
         logger.info("no tokenizer, so prompts cannot be served: %s", reason)
-    return _load(source, device, dtype, GgufTokenizer(source.metadata) if reason is None else None)
+    tokenizer = GgufTokenizer(source.metadata) if reason is None else None
+    return _load(source, tensor_place(config), device, dtype, tokenizer)
 
 
 def _build_llama_moe(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
@@ -167,23 +187,28 @@ def _build_llama_moe(config: Config, device: torch.device, dtype: torch.dtype) -
 
 def _build_smollm2(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
     checkpoint = _open_smollm2(config)
-    return _load(checkpoint, device, dtype, GgufTokenizer(checkpoint.metadata))
+    tokenizer = GgufTokenizer(checkpoint.metadata)
+    return _load(checkpoint, tensor_place(config), device, dtype, tokenizer)
 
 
 def _load(
     checkpoint: LlamaCheckpoint,
+    place: Place,
     device: torch.device,
     dtype: torch.dtype,
     tokenizer: Tokenizer | None,
 ) -> ModelBundle:
-    module = Llama(checkpoint.dims, device=device, dtype=dtype)
+    module = Llama(checkpoint.dims, device=device, dtype=dtype, ranks=place.world)
     if not torch_private.shapes_only():
-        load_weights(module, checkpoint)
+        load_weights(module, checkpoint, cuts_of(checkpoint.dims, place))
     bundle = _bundle(module, tokenizer)
     bundle.stored_dtype = checkpoint.stored_dtype
     return bundle
 
 
 def _bundle(module: Llama, tokenizer: Tokenizer | None) -> ModelBundle:
-    dims = module.dims
-    return language_bundle(module, dims.attention_spec(), dims.vocab_size, tokenizer=tokenizer)
+    dims, ranks = module.dims, module.ranks
+    here = shard_dims(dims, ranks).attention_spec()
+    bundle = language_bundle(module, here, dims.vocab_size, tokenizer=tokenizer)
+    bundle.parallel = in_words(dims, ranks) if ranks > 1 else {}
+    return bundle

@@ -45,8 +45,8 @@ class WeightSource(Protocol):
     def own_name(self, name: str) -> str:
         """Return what the file calls, or would call, a tensor."""
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor on the CPU."""
+    def read(self, name: str) -> Any:
+        """Return one tensor on the CPU, or what reads of it what it is indexed with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,8 @@ def _check_whole(path: Path, source: WeightSource) -> None:
 
 
 def _check_duplicate_head(path: Path, source: WeightSource) -> None:
-    if not torch.equal(source.read("lm_head.weight"), source.read("model.embed_tokens.weight")):
+    head, table = (source.read(f"{name}.weight")[:] for name in ("lm_head", "model.embed_tokens"))
+    if not torch.equal(head, table):
         raise ConfigError(
             f"model.weights: '{path}' says that the head is tied to the embedding, but holds a "
             "lm_head.weight that differs; set tie_word_embeddings to false in its config.json."

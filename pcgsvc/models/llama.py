@@ -1,8 +1,8 @@
 """Our own Llama: the module and its rotary table.
 
-In: `LlamaDims`. Out: a module whose forward takes flat tokens, (input_ids [T], positions [T]), and
-returns logits [T, vocab]. Knows nothing of checkpoints, tracing or graphs; attention is the
-splitting op `pcgsvc::attention`.
+In: `LlamaDims`, and among how many ranks its layers are shared out. Out: a module whose forward
+takes flat tokens, (input_ids [T], positions [T]), and returns logits [T, vocab], on every rank.
+Knows nothing of checkpoints, tracing or graphs; attention is the splitting op `pcgsvc::attention`.
 
 All layers have one structure and no constant of their own but the layer number, which goes to the
 attention op alone: so the stretches between two attentions are one and the same piece.
@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from pcgsvc.models.llama_dims import LlamaDims
+from pcgsvc.models.sharding import gather_columns, shard_dims, splits_head, sum_over_ranks
 from pcgsvc.ops import attention as _attention_op  # noqa: F401 - registers pcgsvc::attention
 
 # ---- rotary table --------------------------------------------------------------------------------
@@ -66,6 +67,18 @@ class Linear(nn.Module):
         return functional.linear(x, self.weight)
 
 
+class SummedLinear(Linear):
+    """A linear layer whose columns are shared out among `ranks`: it sums their products."""
+
+    def __init__(self, rows: int, columns: int, ranks: int, **where: Any) -> None:
+        super().__init__(rows, columns, **where)
+        self.ranks = ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [T, columns] as [T, rows], the same on every rank."""
+        return sum_over_ranks(super().forward(x), self.ranks)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm in fp32, cast back before the weight as in transformers."""
 
@@ -82,16 +95,19 @@ class RMSNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One block: attention and a feed-forward part, each behind a norm, added to the stream."""
+    """One block: attention and a feed-forward part, each behind a norm, added to the stream.
 
-    def __init__(self, dims: LlamaDims, **where: Any) -> None:
+    `dims`: heads and feed-forward features of one of the `ranks`.
+    """
+
+    def __init__(self, dims: LlamaDims, ranks: int = 1, **where: Any) -> None:
         super().__init__()
         self.head_dim = dims.head_dim
         self.num_heads, self.num_kv_heads = dims.num_heads, dims.num_kv_heads
         hidden, queries = dims.hidden_size, dims.num_heads * dims.head_dim
         self.input_norm = RMSNorm(hidden, dims.norm_eps, **where)
         self.qkv_proj = Linear(queries + 2 * dims.num_kv_heads * dims.head_dim, hidden, **where)
-        self.o_proj = Linear(hidden, queries, **where)
+        self.o_proj = SummedLinear(hidden, queries, ranks, **where)
         self.post_norm = RMSNorm(hidden, dims.norm_eps, **where)
 
     def forward(
@@ -115,11 +131,11 @@ class DecoderLayer(nn.Module):
 class LlamaLayer(DecoderLayer):
     """A block whose feed-forward part is SwiGLU."""
 
-    def __init__(self, dims: LlamaDims, **where: Any) -> None:
-        super().__init__(dims, **where)
+    def __init__(self, dims: LlamaDims, ranks: int = 1, **where: Any) -> None:
+        super().__init__(dims, ranks, **where)
         hidden, inner = dims.hidden_size, dims.intermediate_size
         self.gate_up_proj = Linear(2 * inner, hidden, **where)
-        self.down_proj = Linear(hidden, inner, **where)
+        self.down_proj = SummedLinear(hidden, inner, ranks, **where)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `DecoderLayer.feed_forward`."""
@@ -129,9 +145,9 @@ class LlamaLayer(DecoderLayer):
 
 
 class Llama(nn.Module):
-    """The whole model. Its weights are unset; see `weights`.
+    """The whole model, or what one of `ranks` holds of it. Its weights are unset; see `weights`.
 
-    `make_layer(dims, device=…, dtype=…)`: returns one block.
+    `make_layer(dims, ranks, device=…, dtype=…)`: returns one block.
     """
 
     cos: torch.Tensor
@@ -143,18 +159,22 @@ class Llama(nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        ranks: int = 1,
         make_layer: Callable[..., DecoderLayer] = LlamaLayer,
     ) -> None:
         super().__init__()
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.dims = dims
+        self.dims, self.ranks = dims, ranks
+        here = shard_dims(dims, ranks)
         table = torch.empty(dims.vocab_size, dims.hidden_size, **where)
         self.embed_tokens = nn.Embedding.from_pretrained(table)
-        self.layers = nn.ModuleList(make_layer(dims, **where) for _ in range(dims.num_layers))
-        self.norm = RMSNorm(dims.hidden_size, dims.norm_eps, **where)
-        self.lm_head = (
-            None if dims.tie_embeddings else Linear(dims.vocab_size, dims.hidden_size, **where)
+        self.layers = nn.ModuleList(
+            make_layer(here, ranks, **where) for _ in range(dims.num_layers)
         )
+        self.norm = RMSNorm(dims.hidden_size, dims.norm_eps, **where)
+        self.splits_head = splits_head(dims, ranks)
+        rows = dims.vocab_size // ranks if self.splits_head else dims.vocab_size
+        self.lm_head = None if dims.tie_embeddings else Linear(rows, dims.hidden_size, **where)
         for name, values in zip(("cos", "sin"), rotary_table(dims), strict=True):
             self.register_buffer(name, values.to(**where), persistent=False)
 
@@ -165,4 +185,5 @@ class Llama(nn.Module):
         for number, layer in enumerate(self.layers):
             x = layer(x, cos, sin, number)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return functional.linear(self.norm(x), head.weight)
+        logits = functional.linear(self.norm(x), head.weight)
+        return gather_columns(logits, self.ranks) if self.splits_head else logits

@@ -108,6 +108,17 @@ PRESETS: dict[str, LlamaDims] = {
         max_position=8192,
         rope_theta=500000.0,
     ),
+    "70b": LlamaDims(  # Llama 3 70B
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=8192,
+        rope_theta=500000.0,
+    ),
 }
 
 

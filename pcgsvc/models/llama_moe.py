@@ -23,9 +23,10 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.models.llama import DecoderLayer, Linear, Llama
 from pcgsvc.models.llama_dims import PRESETS as LLAMA_PRESETS
 from pcgsvc.models.llama_dims import LlamaDims, preset_dims
+from pcgsvc.models.sharding import Cut, cuts_of, shard_dims, share, sum_over_ranks
 from pcgsvc.models.weights import draw, generator_for
 from pcgsvc.ops import experts as _expert_ops  # noqa: F401 - registers the ops
-from pcgsvc.ops.expert_group import Place, place_of, require_group
+from pcgsvc.ops.expert_group import Place, place_of, tensor_place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,7 @@ class MoeDims:
     top_k: int
     backend: MoeBackend = MoeBackend.LOCAL
     place: Place
+    """Among the processes that share the experts."""
 
     def __post_init__(self) -> None:
         """Check every range."""
@@ -85,8 +87,9 @@ def dims_of(config: Config) -> tuple[LlamaDims, MoeDims]:
     """Return the dimensions that a config asks for; ConfigError if they do not go together."""
     moe = config.model.moe
     set_here = {f.name: v for f in fields(moe) if (v := getattr(moe, f.name)) is not None}
-    place = place_of(config)
-    return preset_dims(config.model, PRESETS), MoeDims(**{**_EXPERTS, **set_here, "place": place})
+    place, dims = place_of(config), preset_dims(config.model, PRESETS)
+    shard_dims(dims, config.parallel.tensor)
+    return dims, MoeDims(**{**_EXPERTS, **set_here, "place": place})
 
 
 class Experts(nn.Module):
@@ -105,50 +108,67 @@ class Experts(nn.Module):
 
 
 class MoeLayer(DecoderLayer):
-    """A block whose feed-forward part is a mixture of experts."""
+    """A block whose feed-forward part is a mixture of experts.
 
-    def __init__(self, dims: LlamaDims, moe: MoeDims, **where: Any) -> None:
-        super().__init__(dims, **where)
-        self.top_k = moe.top_k
+    Of `ranks` that share out the layer, each holds whole experts (`all_to_all`), and routes a share
+    of the rows; or a share of every expert's features, and then their results are summed.
+    """
+
+    def __init__(
+        self, dims: LlamaDims, ranks: int = 1, *, moe: MoeDims, whole: LlamaDims, **where: Any
+    ) -> None:
+        super().__init__(dims, ranks, **where)
+        self.top_k, self.ranks = moe.top_k, ranks
         self.exchanges = moe.backend is MoeBackend.ALL_TO_ALL
         self.router = Linear(moe.num_experts, dims.hidden_size, **where)
-        self.experts = Experts(dims, moe, **where)
+        self.experts = Experts(whole if self.exchanges else dims, moe, **where)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `DecoderLayer.feed_forward`."""
         logits, out = self.router(x), torch.empty_like(x)
-        experts = self.experts
+        gate_up, down, ops = self.experts.gate_up, self.experts.down, torch.ops.pcgsvc
         if self.exchanges:
-            torch.ops.pcgsvc.moe_all_to_all(
-                x, logits, experts.gate_up, experts.down, out, self.top_k
-            )
-        else:
-            torch.ops.pcgsvc.moe_experts(x, logits, experts.gate_up, experts.down, out, self.top_k)
-        return out
+            ops.moe_all_to_all(x, logits, gate_up, down, out, self.top_k, self.ranks > 1)
+            return out
+        ops.moe_experts(x, logits, gate_up, down, out, self.top_k)
+        return sum_over_ranks(out, self.ranks)
 
 
 class LlamaMoe(Llama):
     """The whole model; see `Llama`."""
 
     def __init__(
-        self, dims: LlamaDims, moe: MoeDims, *, device: torch.device, dtype: torch.dtype
+        self,
+        dims: LlamaDims,
+        moe: MoeDims,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        ranks: int = 1,
     ) -> None:
-        super().__init__(
-            dims, device=device, dtype=dtype, make_layer=functools.partial(MoeLayer, moe=moe)
-        )
+        make_layer = functools.partial(MoeLayer, moe=moe, whole=dims)
+        super().__init__(dims, device=device, dtype=dtype, ranks=ranks, make_layer=make_layer)
         self.moe = moe
 
 
-def initialize(module: LlamaMoe, seed: int) -> None:
-    """Draw weights as `weights.initialize` does; the same model however it is shared."""
-    generator, moe = generator_for(module, seed), module.moe
+def initialize(module: LlamaMoe, seed: int, place: Place) -> None:
+    """Draw weights as `weights.initialize` does; the same model however it is shared.
+
+    `place`: among the ranks of `parallel.tensor`.
+    """
+    generator, moe, inner = generator_for(module, seed), module.moe, module.dims.intermediate_size
+    cuts = cuts_of(module.dims, place)
+    part = (inner, share(inner, place))
+    of_expert = {"gate_up": Cut(0, (part, part)), "down": Cut(1, (part,))}
     for name, parameter in module.named_parameters():
         if parameter.ndim < 3:
-            draw(name, parameter, generator)
+            draw(name, parameter, generator, cuts.get(name))
             continue
+        local = place.world > 1 and moe.place.world == 1
+        cut = of_expert[name.rpartition(".")[2]] if local else None
         drawn = torch.empty_like(parameter[0])
         for expert in range(moe.num_experts):  # drawn one by one, kept where it belongs
-            draw(name, drawn, generator)
+            draw(name, drawn, generator, cut)
             owner, at = divmod(expert, moe.num_local)
             if owner == moe.place.rank:
                 parameter.data[at].copy_(drawn)
@@ -158,11 +178,10 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> LlamaMoe:
     """Return the model with random weights from `config.seed`.
 
     Raises:
-        ConfigError: dimensions do not go together, or `all_to_all` without a process group.
+        ConfigError: dimensions do not go together.
     """
     dims, moe = dims_of(config)
-    if moe.backend is MoeBackend.ALL_TO_ALL:
-        require_group(device)
-    module = LlamaMoe(dims, moe, device=device, dtype=dtype)
-    initialize(module, config.seed)
+    place = tensor_place(config)
+    module = LlamaMoe(dims, moe, device=device, dtype=dtype, ranks=place.world)
+    initialize(module, config.seed, place)
     return module

@@ -13,8 +13,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.dims import stated_dims
 from pcgsvc.models.files import Shape, check_stated, open_safetensors, read_json
@@ -67,10 +65,9 @@ class SafetensorsLlama:
         """Return what the file calls, or would call, a tensor."""
         return name
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor on the CPU, in the file's dtype."""
-        tensor: torch.Tensor = self._handles[name].get_tensor(name)
-        return tensor
+    def read(self, name: str) -> Any:
+        """Return what reads a tensor, or a part of it, when it is indexed; in the file's dtype."""
+        return self._handles[name].get_slice(name)
 
 
 def _shards(path: Path) -> list[Path]:

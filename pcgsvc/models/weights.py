@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,17 +21,24 @@ from torch import nn
 from pcgsvc.config import ModelConfig
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.dims import explicit_dims
+from pcgsvc.models.sharding import Cut
 
 logger = logging.getLogger(__name__)
+
+_WHOLE: Mapping[str, Cut] = MappingProxyType({})
+"""Of a model of which everything is here."""
 
 # ---- random --------------------------------------------------------------------------------------
 
 
-def initialize(module: nn.Module, seed: int) -> None:
-    """Draw random weights in place: equal for equal seed, device type, dtype and dimensions."""
+def initialize(module: nn.Module, seed: int, cuts: Mapping[str, Cut] = _WHOLE) -> None:
+    """Draw random weights in place: equal for equal seed, device type, dtype and dimensions.
+
+    `cuts`: of parameters that are shared out among ranks, which together hold the same model.
+    """
     generator = generator_for(module, seed)
     for name, parameter in module.named_parameters():
-        draw(name, parameter, generator)
+        draw(name, parameter, generator, cuts.get(name))
 
 
 def generator_for(module: nn.Module, seed: int) -> torch.Generator:
@@ -38,13 +46,20 @@ def generator_for(module: nn.Module, seed: int) -> torch.Generator:
     return torch.Generator(next(module.parameters()).device).manual_seed(seed)
 
 
-def draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Draw one parameter in place.
+def draw(
+    name: str, parameter: torch.Tensor, generator: torch.Generator, cut: Cut | None = None
+) -> None:
+    """Draw one parameter in place; of one that is cut the whole, for a moment.
 
     Matrices get the standard deviation 1 / sqrt(columns), which keeps activations and logits near
     unit variance, so that every layer matters. Vectors are spread around 1, biases around 0, so
     that no two parameters are alike and a mixed-up one shows.
     """
+    if cut is not None:
+        whole = parameter.new_empty(cut.whole(parameter.shape))
+        draw(name, whole, generator)
+        parameter.data.copy_(cut.of(whole))
+        return
     vector = parameter.ndim == 1
     mean = 1.0 if vector and not name.endswith("bias") else 0.0
     std = 0.1 if vector else parameter.shape[-1] ** -0.5
@@ -64,13 +79,16 @@ class Checkpoint:
     """Its dimensions, by the names of `model.*`."""
     parts: Mapping[str, Sequence[str]]
     """For each of our parameters, the tensors that are stacked in it, row-wise."""
-    read: Callable[[str], torch.Tensor]
-    """Returns one of those tensors on the CPU, in the file's dtype or dequantised to fp32."""
+    read: Callable[[str], Any]
+    """Returns one of those tensors on the CPU, in the file's dtype or dequantised to fp32; or what
+    reads, when it is indexed as that tensor, no more than it is asked for."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each of our parameters by name, on the CPU."""
+    def tensors(self, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each of our parameters by name, on the CPU; of one that is cut, what is here."""
         for name, parts in self.parts.items():
-            tensors = [self.read(part) for part in parts]
+            whole = [(slice(None),)] * len(parts)
+            indices = cuts[name].indices() if name in cuts else whole
+            tensors = [self.read(part)[at] for part, at in zip(parts, indices, strict=True)]
             yield name, tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
@@ -92,12 +110,17 @@ def check_explicit(model: ModelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copy the checkpoint's tensors into the module, in its dtype and on its device."""
+def load_weights(
+    module: nn.Module, checkpoint: Checkpoint, cuts: Mapping[str, Cut] = _WHOLE
+) -> None:
+    """Copy the checkpoint's tensors into the module, in its dtype and on its device.
+
+    `cuts`: of parameters that are shared out among ranks; no more is read than this rank holds.
+    """
     start = time.perf_counter()
     parameters = dict(module.named_parameters())
     total = 0
-    for name, tensor in checkpoint.tensors():
+    for name, tensor in checkpoint.tensors(cuts):
         parameters.pop(name).data.copy_(tensor)
         total += tensor.numel()
     assert not parameters, f"parameters that no checkpoint tensor fills: {list(parameters)}"

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from pcgsvc.cuda_driver import Launch
 from pcgsvc.errors import ConfigError
 from pcgsvc.ops.context import ForwardContext, current_context
 from pcgsvc.ops.registry import register_splitting_op
@@ -173,6 +174,21 @@ class AttentionBackend(abc.ABC):
         """
         return None
 
+    def plan_launches(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+    ) -> Sequence[Launch] | None:
+        """Return the kernels that `forward` would launch now, in order; None: it cannot tell.
+
+        Called after `plan` and a first `forward` of the same arguments; launches nothing.
+        """
+        return None
+
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, layer: int
@@ -196,6 +212,18 @@ def _bind_attention(
     return None if backend is None else backend.bind(q, k, v, output, layer, context)
 
 
+def _plan_attention(
+    context: ForwardContext,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    layer: int,
+) -> Sequence[Launch] | None:
+    backend = context.attention
+    return None if backend is None else backend.plan_launches(q, k, v, output, layer, context)
+
+
 register_splitting_op(
     "pcgsvc::attention",
     attention,
@@ -203,4 +231,5 @@ register_splitting_op(
     support=None,
     zeroes_padding=True,
     bind=_bind_attention,
+    plan_launches=_plan_attention,
 )

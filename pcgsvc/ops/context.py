@@ -31,6 +31,10 @@ class StepAttention(Protocol):
     def bind(self) -> Callable[..., Callable[[], None] | None]:
         """Return a call that repeats a `forward` of these arguments, or None."""
 
+    @property
+    def plan_launches(self) -> Callable[..., Any]:
+        """Return the launches of a `forward` of these arguments as plain values, or None."""
+
 
 class ForwardContext:
     """One step's metadata. T = rows with padding, R = most requests, B = blocks per request.

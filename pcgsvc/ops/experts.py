@@ -20,11 +20,14 @@ from torch import distributed
 from torch.nn import functional
 
 from pcgsvc.errors import PcgError
+from pcgsvc.ops.collectives import all_gather, of_ranks
 from pcgsvc.ops.context import current_context
 from pcgsvc.ops.expert_choice import choose
+from pcgsvc.ops.expert_group import Place
 from pcgsvc.ops.registry import register_splitting_op
 from pcgsvc.ops.support import Support
 
+_ALONE = Place()
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(copies [N * K, E] in the order of their experts, counts [X])` -> what the experts make."""
 
@@ -57,11 +60,13 @@ def moe_all_to_all(
     down: torch.Tensor,
     out: torch.Tensor,
     top_k: int,
+    same_rows: bool = False,
 ) -> None:
     """As `moe_experts`, with the experts spread over the default process group.
 
     Process r holds the experts r * L to (r + 1) * L - 1: gate_up [L, 2 F, E], down [L, E, F]. Every
-    process of the group must make the same calls, each with rows of its own, however many.
+    process of the group must make the same calls, each with rows of its own, however many; or all
+    with the `same_rows`: then each routes a share of them, and the results are gathered.
     """
 
     def compute(copies: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -86,26 +91,44 @@ def moe_all_to_all(
         distributed.all_to_all_single(back, made, leaving, coming)
         return back
 
-    _mix(x, router_logits, out, top_k, compute)
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    _mix(x, router_logits, out, top_k, compute, Place(rank, world) if same_rows else _ALONE)
 
 
 def _mix(
-    x: torch.Tensor, router_logits: torch.Tensor, out: torch.Tensor, top_k: int, compute: Compute
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    out: torch.Tensor,
+    top_k: int,
+    compute: Compute,
+    place: Place = _ALONE,
 ) -> None:
-    """Route the true rows, let `compute` run the experts, and write the weighted sums."""
-    rows = current_context().num_tokens
-    logits = router_logits[:rows].float()
+    """Route the true rows, let `compute` run the experts, and write the weighted sums.
+
+    `place`: among the processes that have the same rows; each mixes a share of them.
+    """
+    total = current_context().num_tokens
+    each = -(-total // place.world)
+    first = min(place.rank * each, total)
+    x, logits = x[first : min(first + each, total)], router_logits[first : first + each]
+    rows = len(x)
+    logits = logits[:rows].float()
     experts = choose(logits, top_k)
     weights = logits.softmax(-1).gather(1, experts)
     weights = weights / weights.sum(-1, keepdim=True)
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=logits.shape[1])
-    made = torch.empty(rows * top_k, x.shape[1], dtype=x.dtype, device=x.device)
+    made = x.new_empty(rows * top_k, x.shape[1])
     made[order] = compute(x[order // top_k], counts)
-    mixed = made.view(rows, top_k, -1).float() * weights[:, :, None]
-    out[:rows] = mixed.sum(1)
-    out[rows:].zero_()
+    mixed = made.view(rows, top_k, x.shape[1]).float() * weights[:, :, None]
+    out[total:].zero_()
+    if place.world == 1:
+        out[:total] = mixed.sum(1)
+        return
+    mine = x.new_zeros(each, x.shape[1])
+    mine[:rows] = mixed.sum(1)
+    out[:total] = all_gather(mine, place.world, of_ranks(place.world))[:total]
 
 
 def _run(

@@ -18,11 +18,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.cuda_driver import Launch
 from pcgsvc.errors import ConfigError
 from pcgsvc.ops.support import Support
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+PlanLaunches = Callable[..., Sequence[Launch | None] | None]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class OpSpec:
     the session keeps the buffers."""
     reason: str | None = None
     """Why it cannot be captured, for reports; None: it is registered, no more is known."""
+    plan_launches: PlanLaunches | None = None
+    """Called with the step's context and the op's arguments: the kernels that the op would launch
+    now, in order, or None for what it cannot tell. It launches nothing, and reads of a tensor what
+    it is made of, not what it holds: boundaries whose tensors are alike share one plan a step."""
 
 
 class _Declaration(NamedTuple):
@@ -74,6 +80,7 @@ def splitting_op(
     fake: Callable[..., Any] | None = None,
     zeroes_padding: bool = False,
     tags: Iterable[torch.Tag] = (),
+    plan_launches: PlanLaunches | None = None,
 ) -> Callable[[F], F]:
     """Declare a function as custom op, fake implementation and graph boundary in one.
 
@@ -87,6 +94,8 @@ def splitting_op(
         fake: shape function, needed when the op returns tensors.
         zeroes_padding: the function leaves padding rows zero by itself.
         tags: further torch tags.
+        plan_launches: tells which kernels the function would launch, so that `capture.replay` can
+            make them part of one graph; see `OpSpec`. The function must zero padding rows.
 
     The same definition may be run again, changed or not (a module reloaded, a notebook's cell): the
     op is then declared anew. Runners that were built before go on with what they were built with.
@@ -110,6 +119,7 @@ def splitting_op(
             fake=fake,
             zeroes_padding=zeroes_padding,
             tags=tags,
+            plan_launches=plan_launches,
         )
 
         @functools.wraps(function)
@@ -135,11 +145,12 @@ def register_splitting_op(
     stands_for: str | None = None,
     bind: Callable[..., Callable[[], None] | None] | None = None,
     reason: str | None = None,
+    plan_launches: PlanLaunches | None = None,
 ) -> OpSpec:
     """Register `kernel` as splitting op `name`; see `splitting_op`. `support=None`: the backend's.
 
-    `stands_for`: the splitting op that a compiler pass may replace by this one. `bind`: see
-    `OpSpec`. `reason`: why it is a boundary, in the words of reports.
+    `stands_for`: the splitting op that a compiler pass may replace by this one. `bind` and
+    `plan_launches`: see `OpSpec`. `reason`: why it is a boundary, in the words of reports.
 
     `torch.library.custom_op` is not used: it costs 4 to 7 times as much per call as
     `Library.define` and `impl` (measured on torch 2.11, 2.13 and 2.14).
@@ -150,7 +161,7 @@ def register_splitting_op(
     if not inspect.isroutine(kernel):
         raise ConfigError(f"splitting op {name}: got {kernel!r}, a function is needed: {_CALL}.")
     mutated = _words(name, "mutates_args", mutates_args, str)
-    for what, given in (("fake", fake), ("bind", bind)):
+    for what, given in (("fake", fake), ("bind", bind), ("plan_launches", plan_launches)):
         if given is not None and not callable(given):
             raise ConfigError(f"splitting op {name}: got {what}={given!r}, a function is needed.")
     try:
@@ -166,6 +177,11 @@ def register_splitting_op(
     if not returns_nothing and fake is None:
         raise ConfigError(
             f"splitting op {name}: it returns tensors, so it needs a shape function: fake=…"
+        )
+    if plan_launches is not None and not (zeroes_padding and returns_nothing):
+        raise ConfigError(
+            f"splitting op {name}: got plan_launches; such an op returns nothing and zeroes "
+            "padding rows itself (zeroes_padding=True): nothing but these launches would run."
         )
     known = _SPECS.get(name)
     if known is not None and not _same_function(known.kernel, kernel):
@@ -186,6 +202,7 @@ def register_splitting_op(
         stands_for=stands_for,
         bind=bind,
         reason=reason,
+        plan_launches=plan_launches,
     )
     _SPECS[name] = spec
     return spec

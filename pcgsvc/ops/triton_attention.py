@@ -14,15 +14,17 @@ graph of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
+from pcgsvc.cuda_driver import Launch
 from pcgsvc.errors import ConfigError
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.context import ForwardContext
+from pcgsvc.ops.launches import launch_of
 from pcgsvc.ops.support import Support
 from pcgsvc.ops.triton_tuning import (
     MAX_SPLITS,
@@ -39,7 +41,14 @@ MAX_GROUP = 128
 _MAX_READY = 8192
 """Most remembered calls: an eager caller with ever new addresses must not fill the memory."""
 
-_Launch = tuple[Callable[..., None], tuple[Any, ...]]
+
+class _Launch(NamedTuple):
+    """A launch that was made, to be made again."""
+
+    run: Callable[..., None]
+    args: tuple[Any, ...]
+    plain: Launch | None
+    """The same as plain values, the same at every step: it is made of addresses and maxima."""
 
 
 class _Call(NamedTuple):
@@ -139,9 +148,23 @@ class TritonAttention(AttentionBackend):
             if ready:
                 self._ready[key] = ready
             return None
-        for run, args in ready:
+        for run, args, _ in ready:
             run(*args)
         return None
+
+    def plan_launches(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+    ) -> Sequence[Launch] | None:
+        """See `AttentionBackend.plan_launches`: prefill, decode and split decode alike."""
+        ready = self._ready.get(self._key(_Call(q, k, v, output, layer, context)), [])
+        plain = [launch.plain for launch in ready if launch.plain is not None]
+        return plain if ready and len(plain) == len(ready) else None
 
     def bind(
         self,
@@ -163,7 +186,7 @@ class TritonAttention(AttentionBackend):
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            for run, args in ready:
+            for run, args, _ in ready:
                 run(*args)
         finally:
             graph.capture_end()
@@ -310,7 +333,8 @@ def _launch(
         return None
     # Addresses instead of tensors: the launcher then asks neither Python nor the driver for them,
     # and remembered launches keep no memory alive.
-    return compiled[grid], tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
+    plain = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
+    return _Launch(compiled[grid], plain, launch_of(compiled, grid, plain, fixed=True))
 
 
 def _shape(spec: AttentionSpec, dtype: torch.dtype, device_index: int | None) -> Shape:

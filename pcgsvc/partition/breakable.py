@@ -6,17 +6,20 @@ models that cannot be traced whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from pcgsvc.config import Config
 from pcgsvc.errors import TraceError
 from pcgsvc.forward.results import flatten, tensors_in
 from pcgsvc.forward.specs import Binding, SizePredicate, TensorSpec
 from pcgsvc.forward.state import can_be_put_back
 from pcgsvc.forward.workspace import Workspace
-from pcgsvc.ops.registry import default_boundaries, why_boundary
+from pcgsvc.ops.collectives import unnamed_boundaries
+from pcgsvc.ops.registry import why_boundary
 from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.partition.probe import ForwardProbe
 from pcgsvc.partition.submodules import in_place
@@ -64,11 +67,13 @@ class ModulePiece:
         return self.kernels
 
 
-def boundary_names(splitting_ops: Sequence[str] | None, extra: Sequence[str]) -> Boundaries:
+def boundary_names(config: Config) -> Boundaries:
     """Return the ops at which an untraced forward breaks."""
-    asked = frozenset(canonical_op_name(n) for n in [*(splitting_ops or ()), *extra])
+    names = config.partition
+    named = [*(names.splitting_ops or ()), *names.extra_splitting_ops]
+    asked = frozenset(canonical_op_name(n) for n in named)
     return Boundaries(
-        names=asked | default_boundaries(splitting_ops), order=None, rows=None, in_place_only=True
+        names=asked | unnamed_boundaries(config), order=None, rows=None, in_place_only=True
     )
 
 
@@ -125,7 +130,7 @@ def image_of_forward(probe: ForwardProbe, memory: Workspace) -> ProgramImage:
         documents={},
         matched={name: one.events.count(name) for name in dict.fromkeys(n for n, _ in one.frozen)},
         reasons={name: why for name, _ in one.frozen if (why := _why(name)) != _MET},
-        ops={"kernel": one.events.count("kernel")},
+        ops={"kernel": one.events.count("kernel"), **Counter(one.collectives)},
         schemas={},
     )
 

@@ -61,7 +61,10 @@ _VIEWS = set(
 
 
 def partition_fx(
-    traced: TracedGraph, splitting_ops: Sequence[str] | None, extra: Sequence[str] = ()
+    traced: TracedGraph,
+    splitting_ops: Sequence[str] | None,
+    extra: Sequence[str] = (),
+    registered: frozenset[str] | None = None,
 ) -> Partition:
     """Cut a traced graph at its splitting ops.
 
@@ -70,12 +73,14 @@ def partition_fx(
         splitting_ops: names (`ns::op`, `ns.op`, with or without overload); None: every registered
             splitting op that occurs, and ops tagged `cudagraph_unsafe`.
         extra: names that are cut at as well.
+        registered: splitting ops that are cut at without being named; None: as `splitting_ops`
+            says.
 
     Raises:
         ConfigError: a name was asked for that nothing in the graph matches.
         SplitError: the cut would change results.
     """
-    matches, counts = _match(traced, splitting_ops, extra)
+    matches, counts = _match(traced, splitting_ops, extra, registered)
     groups = _assign(traced, matches)
     pieces = [_piece(index, group, matches) for index, group in enumerate(groups)]
     _refuse_open_autocast(pieces)
@@ -161,7 +166,10 @@ def _of_module(traced: TracedGraph, name: str) -> str:
 
 
 def _match(
-    traced: TracedGraph, splitting_ops: Sequence[str] | None, extra: Sequence[str]
+    traced: TracedGraph,
+    splitting_ops: Sequence[str] | None,
+    extra: Sequence[str],
+    registered: frozenset[str] | None,
 ) -> tuple[dict[torch.fx.Node, _Match], dict[str, int]]:
     calls = {name for node in iter_calls(traced.graph) for name in op_names(node)}
 
@@ -172,7 +180,8 @@ def _match(
     named = {resolved(n): "named in partition.extra_splitting_ops" for n in extra}
     named |= {resolved(n): "named in partition.splitting_ops" for n in splitting_ops or []}
     asked = list(named)
-    registered = default_boundaries(splitting_ops)
+    if registered is None:
+        registered = default_boundaries(splitting_ops)
     matches: dict[torch.fx.Node, _Match] = {}
     counts = dict.fromkeys(asked, 0)
     for node in iter_calls(traced.graph):

@@ -27,6 +27,7 @@ from pcgsvc.forward.samples import Samples
 from pcgsvc.forward.state import Attributes, Writes
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.breaks import HOST_READS, handle_breaks, host_reads_refused
+from pcgsvc.ops.collectives import COLLECTIVES, FOREIGN
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.submodules import Calls, watched
 from pcgsvc.program.program import Boundaries
@@ -148,6 +149,8 @@ class ForwardRun:
     """`kernel`, or the name of a break, in order."""
     kernels: list[str] = field(default_factory=list)
     """Names of the kernels' ops."""
+    collectives: list[str] = field(default_factory=list)
+    """Those that are no breaks."""
     frozen: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     attention: set[str] = field(default_factory=set)
     calls: Calls = field(default_factory=Calls)
@@ -193,6 +196,14 @@ class _Ops(torch_private.RecordingMode):
             self._run.broke(name, args, kwargs)
             with contextlib.redirect_stdout(self._run.stdout):
                 return func(*args, **kwargs)
+        if name.startswith(FOREIGN) and not self._run.in_break:
+            raise CaptureError(
+                f"{name} at {line_of(traceback.extract_stack())}: partition.strategy=breakable "
+                "holds no collective of torch.distributed's. Use partition.strategy=fx, or call it "
+                "in a @pcgsvc.eager_break."
+            )
+        if name in COLLECTIVES:
+            self._run.collectives.append(name)
         if name in HOST_READS and not self._run.in_break:
             self._run.host_reads.append(line_of(traceback.extract_stack()))
         result = func(*args, **kwargs)

@@ -111,10 +111,11 @@ def _tensor_facts(module: torch.nn.Module) -> tuple[list[Any], str]:
     rows: list[Any] = []
     named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
     named += module.named_buffers(remove_duplicate=False)
-    for name, tensor in named:
+    for name, whole in named:
+        tensor = torch_private.local_tensor(whole)
         tied = first.setdefault(id(tensor), name)
         row: list[Any] = [name, str(tensor.dtype), list(tensor.shape), tensor.device.type, tied]
-        row += [name_of(type(tensor)), str(tensor.layout), tensor.requires_grad]
+        row += [name_of(type(whole)), str(tensor.layout), tensor.requires_grad]
         if tensor.layout is torch.strided:
             memory = storages.setdefault(torch_private.storage_id(tensor), name)
             row += [list(tensor.stride()), memory, tensor.storage_offset()]

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from pcgsvc import torch_private
 from pcgsvc.forward.objects import (
@@ -27,6 +29,7 @@ from pcgsvc.forward.objects import (
     own_bases,
     reads_of,
 )
+from pcgsvc.ops.collectives import group_word
 
 
 class NotCanonicalError(Exception):
@@ -44,6 +47,8 @@ def identity(value: Any) -> Any:
         return ["function", name_of(value), digest(value)]
     if isinstance(value, enum.Enum):
         return canonical(value)
+    if (group := group_form(value)) is not None:
+        return group
     if isinstance(value, type):
         digests = [] if is_versioned_class(value) else [code_digest(value)]
         return ["class", name_of(value), *digests]
@@ -57,6 +62,30 @@ def identity(value: Any) -> Any:
             raise NotCanonicalError(f"a {name_of(type(value))} has no form that can be written")
         return ["torch", text]
     return canonical(value)
+
+
+def group_form(value: Any) -> list[Any] | None:
+    """Return the form of a process group, a device mesh or how a DTensor lies on one; else None.
+
+    It is the same on all of its ranks.
+    """
+    if not distributed.is_available():
+        return None
+    if isinstance(value, distributed.ProcessGroup):
+        return ["group", group_word(value), distributed.get_backend(value)]
+    if isinstance(value, DeviceMesh):
+        groups = [group_form(group) for group in value.get_all_groups()]
+        return ["mesh", value.device_type, value.mesh_dim_names, list(value.shape), groups]
+    if torch_private.is_dtensor_spec(value):
+        placements = [str(placement) for placement in value.placements]
+        return ["dtensor", group_form(value.mesh), placements, list(value.shape)]
+    return None
+
+
+def reads_ranks(value: Any) -> bool:
+    """Whether a value that tracing read may tell which of several processes this one is."""
+    name = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", "")
+    return str(name).startswith("torch.distributed")
 
 
 def canonical(value: Any) -> Any:
@@ -97,6 +126,10 @@ def canonical(value: Any) -> Any:
         return ["partial", identity(value.func), *held]
     if isinstance(value, (types.FunctionType, types.MethodType, *CODE)):
         return identity(value)
+    if (group := group_form(value)) is not None:
+        return group
+    if type(value).__module__ == "torch.distributed.tensor.placement_types":
+        return ["torch", repr(value)]
     raise NotCanonicalError(f"a {name_of(type(value))} has no form that can be written down")
 
 

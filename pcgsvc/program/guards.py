@@ -24,7 +24,15 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.forward.objects import is_versioned
-from pcgsvc.program.forms import NotCanonicalError, canonical, identity, name_of
+from pcgsvc.ops.collectives import rank_and_world
+from pcgsvc.program.forms import (
+    NotCanonicalError,
+    canonical,
+    group_form,
+    identity,
+    name_of,
+    reads_ranks,
+)
 from pcgsvc.trace.graph import Guard
 
 _NOT_STORED = {
@@ -44,6 +52,8 @@ _NOT_STORED = {
 ENVIRONMENT = "ENVIRONMENT"
 """Kind of the guard on `os.environ` as a whole; not one of Dynamo's."""
 _Environ = type(os.environ)
+_RANK = "rank_and_world"
+"""A name of our own in guards: which of how many processes this one is, or None."""
 _ROOTS = ("names", "places", "tensors", "traced")
 """Locals of our own traced function."""
 
@@ -72,7 +82,9 @@ def stored_guards(
     problems: list[str] = []
     scope = _Scope(module, constants)
     pythons = tuple(guard.source for guard in guards if _is_namedtuple_scope(guard.value))
-    for guard in [*guards, *_aliases(guards)]:
+    # Its form says all of a group, and the names in it are this process's own.
+    groups = tuple(f"{guard.source}." for guard in guards if group_form(guard.value) is not None)
+    for guard in [*guards, *_aliases(guards), *_place(guards, scope)]:
         key = (guard.source, guard.kind)
         reason = _of_this_process(guard)
         if reason is not None:
@@ -80,7 +92,7 @@ def stored_guards(
             continue
         if key in found or guard.kind in _NOT_STORED or not _is_users(guard.source):
             continue
-        if guard.source.startswith(pythons):
+        if guard.source.startswith(pythons + groups):
             continue
         if isinstance(guard.value, _Environ):
             # What was looked for and not there has no guard: no further variable may be set.
@@ -117,6 +129,12 @@ def first_broken(
         if now != guard.form:
             return f"{guard.source}: stored {_short(guard.form)}, now {_short(now)}"
     return None
+
+
+def _place(guards: Sequence[Guard], scope: _Scope) -> Iterator[Guard]:
+    """Yield a guard on rank and world size, if the forward may have read them: no other is made."""
+    if any(reads_ranks(guard.value) for guard in guards):
+        yield Guard(source=_RANK, kind="CONSTANT_MATCH", value=scope.read(_RANK))
 
 
 def _of_this_process(guard: Guard) -> str | None:
@@ -200,6 +218,7 @@ class _Scope:
             "module": module,
             "constants": dict(constants),
             "G": _Globals(),
+            _RANK: rank_and_world(),
             "__builtins__": {
                 t.__name__: t for t in (object, type, dict, list, tuple, len, hasattr)
             },

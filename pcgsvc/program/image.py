@@ -18,10 +18,18 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.config import Config
 from pcgsvc.errors import CompileError
 from pcgsvc.forward.results import ResultTree, from_text
 from pcgsvc.forward.specs import SizePredicate, TensorSpec
-from pcgsvc.ops.registry import default_boundaries, find_spec
+from pcgsvc.ops.collectives import (
+    COLLECTIVES,
+    EXCHANGE,
+    rank_and_world,
+    ranks_of,
+    unnamed_boundaries,
+)
+from pcgsvc.ops.registry import find_spec
 from pcgsvc.program.forms import NotCanonicalError, code_digest, reach_digest
 from pcgsvc.program.guards import StoredGuard
 from pcgsvc.program.pieces import Kind, Partition
@@ -226,12 +234,32 @@ def _op_modules(schemas: Mapping[str, str]) -> set[str]:
     return found - {"__main__"}
 
 
-def new_boundaries(image: ProgramImage, names: list[str] | None) -> list[str]:
-    """Return ops of the graph that would be boundaries now and were not when it was partitioned.
+def new_boundaries(image: ProgramImage, config: Config) -> list[str]:
+    """Return ops of the graph that would be boundaries now and were not when it was partitioned."""
+    return sorted((unnamed_boundaries(config) & set(image.ops)) - set(image.matched))
 
-    `names`: `partition.splitting_ops`.
-    """
-    return sorted((default_boundaries(names) & set(image.ops)) - set(image.matched))
+
+def collectives_of(image: ProgramImage) -> list[list[Any]]:
+    """Return the collectives of a program in order: op, and arguments without its tensors."""
+    rows: list[Any] = []
+    for step in image.spec.steps:
+        rows += image.documents[step.piece]["rows"] if step.piece in image.documents else []
+        rows += [call.row for call in step.calls]
+    names = {f"torch.ops.{name.replace('::', '.')}" for name in COLLECTIVES}
+    return [
+        [row[1], *(value for kind, value in row[2][1] if kind != "v")]
+        for row in rows
+        if row[1].removesuffix(".default") in names
+    ]
+
+
+def members_of(image: ProgramImage) -> list[int]:
+    """Return the global ranks that run a program together; none: it has no collectives."""
+    names, (_, world) = {*image.ops, *image.matched}, rank_and_world() or (0, 1)
+    groups = [ranks_of(word) for *_, word in collectives_of(image)]
+    if EXCHANGE in names or (not groups and names & COLLECTIVES):
+        groups.append(list(range(world)))
+    return sorted({rank for group in groups for rank in group})
 
 
 # ---- JSON ----------------------------------------------------------------------------------------

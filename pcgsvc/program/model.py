@@ -20,6 +20,7 @@ from pcgsvc.forward.request import Request, make_workspace
 from pcgsvc.forward.results import tensors_in
 from pcgsvc.forward.specs import SizePredicate
 from pcgsvc.forward.workspace import Workspace
+from pcgsvc.ops.ranks import Ranks
 from pcgsvc.program.image import ProgramImage
 from pcgsvc.program.outputs import OutputPlan
 from pcgsvc.program.pieces import PieceCounts
@@ -53,6 +54,8 @@ class CompiledModel:
     """What was asked for and is not done."""
     memory: Workspace | None = None
     """Set where the forward had to be run to learn what it does."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that run it together."""
     depends_on: frozenset[str] = frozenset()
     """`LAYOUT`, `IDENTITY`: calls that differ in it from the traced example need the module itself.
     Found by the self-check; empty without."""

@@ -17,6 +17,7 @@ from pcgsvc.build.environment import BuildEnvironment
 from pcgsvc.build.load import ProgramLookup
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import CapturePlan, plan_capture
+from pcgsvc.capture.stitch import Joined
 from pcgsvc.config import Config, Mode, to_dict
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace
@@ -46,7 +47,12 @@ def program_report(
         },
         "warnings": list(warnings),
         **({} if request.sizes is None else {"chosen_sizes": chosen(request.sizes)}),
+        **({"parallel": _parallel(request)} if request.bundle.parallel else {}),
     }
+
+
+def _parallel(request: Request) -> dict[str, Any]:
+    return {"ranks": request.config.parallel.tensor, **request.bundle.parallel}
 
 
 def report_head(config: Config, device: torch.device, words: str | None = None) -> dict[str, Any]:
@@ -147,10 +153,26 @@ def captured_sections(plan: CapturePlan, table: GraphTable, memory: Workspace) -
         "device_bytes": table.device_bytes,
         "device_parts": table.device_parts,
         "returned_bytes": table.returned_bytes,
+        "replay": [
+            {"size": key[1].num_tokens, **_replay_row(entry.joined)}
+            for key, entry in table.entries.items()
+            if entry.joined is not None
+        ],
     }
     if memory.geometry is None:
         return {"graphs": graphs}
     return {"graphs": graphs, "kv_cache": asdict(memory.geometry)}
+
+
+def _replay_row(joined: Joined) -> dict[str, Any]:
+    """Return how a piecewise entry is replayed, and why."""
+    compared = joined.comparison
+    return {
+        "replay": "stitched" if joined.stitched else "pieces",
+        **({"launches": len(joined.steps)} if joined.stitched else {}),
+        **({} if joined.missing is None else {"reason": joined.missing}),
+        **({} if compared is None else {k: round(v, 1) for k, v in asdict(compared).items()}),
+    }
 
 
 def compiler_of(request: Request) -> str:

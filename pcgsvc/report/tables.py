@@ -38,6 +38,8 @@ def show_report(out: Console, report: dict[str, Any]) -> None:
     _verdict(out, report)
     _headline(out, report)
     _split(out, report["partition"])
+    if "parallel" in report:
+        show_fact(out, "parallel", words.parallel(report["parallel"]))
     _compile(out, report)
     if "plan" in report:
         _plan(out, report["plan"])
@@ -166,6 +168,7 @@ def _plan(out: Console, plan: dict[str, Any]) -> None:
         "graphs": [words.graphs(plan["graphs"])],
         "skipped": [f"size {s['size']}: {s['reason']}" for s in plan["graphs"]["skipped"]],
         "compiled": [modules] if modules else [],
+        "between": [words.collectives(row) for row in plan["collectives"]],
     }
     for label, lines in facts.items():
         show_fact(out, label, *map(escape, lines))
@@ -202,6 +205,11 @@ def _graphs(out: Console, graphs: dict[str, Any]) -> None:
             memory += f", {mib(graphs['device_bytes'])} MiB of the device ({each})"
         show_fact(out, "graphs", f"{graphs['num_graphs']} {kind}: {by_mode}; {memory}")
         show_fact(out, "sizes", " ".join(map(str, graphs["sizes"])))
+        stitched = [
+            str(row["size"]) for row in graphs.get("replay", ()) if row["replay"] == "stitched"
+        ]
+        if stitched:
+            show_fact(out, "stitched", f"one graph per step: sizes {' '.join(stitched)}")
     for skip in graphs["skipped"]:
         show_fact(out, "[yellow]skipped[/]", f"size {skip['size']}: {escape(skip['reason'])}")
 
@@ -242,7 +250,8 @@ def _needs(report: dict[str, Any]) -> str:
         return ""
     plan = report["plan"]
     graphs = words.count(plan["graphs"]["num_graphs"], "graph")
-    return f"{graphs}, about {words.memory(plan['memory']['total_bytes'])}; "
+    each = f" on each of {report['parallel']['ranks']} ranks" if "parallel" in report else ""
+    return f"{graphs}, about {words.memory(plan['memory']['total_bytes'])}{each}; "
 
 
 def _stored(cache: dict[str, Any]) -> tuple[bool, str]:

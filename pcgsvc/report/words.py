@@ -53,6 +53,19 @@ def support(row: dict[str, str]) -> str:
     return f"{row['op']}: {row['support']}, {row['meaning']} (by {row['said_by']})"
 
 
+def parallel(section: dict[str, Any]) -> str:
+    """Return among how many ranks a model is shared out, and what of it is not split."""
+    parts = [f"{key.replace('_', ' ')} {value}" for key, value in section.items() if key != "ranks"]
+    return f"{section['ranks']} ranks: {', '.join(parts)}"
+
+
+def collectives(row: dict[str, Any]) -> str:
+    """Return how many collectives of a kind a step has, and what each moves at two sizes."""
+    ends = dict.fromkeys([min(row["bytes"], key=int), max(row["bytes"], key=int)])
+    sizes = ", ".join(f"{memory(row['bytes'][size])} at size {size}" for size in ends)
+    return f"{row['count']}x {row['op']}, each {sizes}"
+
+
 def modules(names: list[str]) -> str:
     """Return names of submodules, those of a list's items folded into one."""
     folded: dict[str, int] = {}

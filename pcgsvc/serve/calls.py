@@ -173,6 +173,7 @@ class Calls:
         values, num_tokens = self._inputs.bind(args, kwargs)
         checked, route = self.find(batch, num_tokens)
         self.weights.check()
+        self.meet(num_tokens, route)
         unlike = None
         if self.model.depends_on:
             unlike = unlike_traced(self.model.depends_on, self.memory.inputs, values)
@@ -180,6 +181,10 @@ class Calls:
             self.counts.uncovered(checked, self.dispatch.is_uniform(checked.query_lens), unlike)
         self.prepared = None
         return self.apart(self._execute, route, values, checked, unlike)
+
+    def meet(self, rows: int, route: Route | None) -> None:
+        """Refuse a step that other processes cannot, or do not, take as well."""
+        self.model.ranks.before_call(rows, "no graph" if route is None else route.replay.name)
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> LoadedState:
         """Write new weights, after the last call; see `Runner.load_state_dict`."""

@@ -41,6 +41,8 @@ class CallCounts:
         self._dispatch, self._sizes = dispatch, table.sizes
         self._refuses = config.on_uncovered is OnUncovered.ERROR or config.strict
         self._entries = [f"{m.value}:{d.num_tokens}" for m, d in table.entries]
+        joined = [entry.joined for entry in table.entries.values()]
+        self._in_pieces = [j.fallbacks for j in joined if j is not None and j.stitched]
 
     def uncovered(self, batch: CheckedBatch, uniform: bool, unlike: str | None) -> None:
         """Count a call that no graph serves, and log the first one of each reason.
@@ -111,6 +113,10 @@ class CallCounts:
                 {"num_tokens": n, "reason": reason, "count": count}
                 for (n, reason), count in sorted(self._fallbacks.items())
             ],
+            "in_pieces": [
+                {"reason": reason, "count": count}
+                for reason, count in sorted(sum(self._in_pieces, Counter[str]()).items())
+            ],
             "rows": rows,
             "padding_rows": padded,
             "padding_share": padded / (rows + padded) if padded else 0.0,
@@ -130,6 +136,8 @@ class CallCounts:
         """Set all counts of `stats` to zero."""
         self._calls.clear()
         self._fallbacks.clear()
+        for counted in self._in_pieces:
+            counted.clear()
         self.rows = 0
         for route in self.routes:
             route.calls = route.hits = 0

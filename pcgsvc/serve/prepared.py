@@ -115,20 +115,31 @@ class PreparedCall:
             return self._launch()
 
     def _launch(self) -> Any:
-        """Launch the graph, as `Calls.apart` would as far as a launch needs that."""
-        order = self._order
+        """Launch the graph: what `Calls` does around a call, as far as a launch needs that."""
+        order, route = self._order, self._route
         assert order is not None, "a launch without a stream"
         if torch_private.current_device() != order.index:
             with torch.cuda.device(order.index):
                 return self._launch()
         order.enter()
+        self._take()
+        route.calls += 1
         try:
-            return self._replay()
+            for step in route.replay.steps:
+                step()
         finally:
             order.leave()
+        route.hits += 1
+        return self.results
 
     def _replay(self) -> Any:
-        calls, route = self._calls, self._route
+        self._take()
+        self._calls.replay(self._route, self._context)
+        return self.results
+
+    def _take(self) -> None:
+        """Refuse a step whose buffers are not known to be right, and whose weights are not."""
+        calls, order = self._calls, self._order
         if calls.prepared is not self or not self._is_updated:
             calls.ensure_open()
             raise PcgError(
@@ -139,20 +150,12 @@ class PreparedCall:
                     else "the runner was called since, and its calls use the same buffers."
                 )
             )
-        if self._order is not None and self._order.raw != self._stream:
+        if order is not None and order.raw != self._stream:
             raise PcgError(
                 "step: called on another stream than update(), so that its inputs may still be "
                 "being written. Call update(batch) on this stream, write the inputs, and step."
             )
         calls.weights.check()
+        calls.meet(self.num_tokens, self._route)
         # The handle of a stream that is not torch's may be another stream's at the next step.
-        is_external = self._order is not None and self._order.is_external
-        self._is_updated = not (self._moves_on or is_external)
-        if self._is_graph:
-            route.calls += 1
-            for step in route.replay.steps:
-                step()
-            route.hits += 1
-        else:
-            calls.replay(route, self._context)
-        return self.results
+        self._is_updated = not (self._moves_on or (order is not None and order.is_external))

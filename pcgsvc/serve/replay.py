@@ -24,7 +24,7 @@ class Replay:
 
     def __init__(self, key: EntryKey, entry: Entry, query_len: int) -> None:
         mode, descriptor = key
-        self.entry, self.steps, self.size = entry, entry.steps, descriptor.num_tokens
+        self.entry, self.steps, self.size = entry, entry.calls, descriptor.num_tokens
         self.name = f"{mode.value}:{descriptor.num_tokens}"
         """Under which the entry is counted."""
         self.is_full = mode is Mode.FULL

@@ -69,7 +69,9 @@ class Runner:
         """The JSON report of the build, as plain dicts; `stats()` is added when it is written."""
         self._at_close = at_close
         self._model_name = getattr(model.module, "__name__", type(model.module).__name__)
-        self._calls = Calls(config, model, memory, table, self.dispatch)
+        self._calls = calls = Calls(config, model, memory, table, self.dispatch)
+        is_done = None if calls.order is None else calls.order.is_done
+        model.ranks.serve(self.close, calls.lock, is_done, check_calls=config.debug.check_calls)
 
     # -- calls --
 
@@ -93,6 +95,7 @@ class Runner:
             UncoveredError: no graph serves the call and `on_uncovered=error` or `strict=true`.
             StaleAddressError: a weight's memory was replaced since capture.
             PcgError: the runner is closed, or a splitting op of its own model called it.
+            PeerError: another process that runs the model is gone, or makes another call.
         """
         return self._calls.guarded(self._calls.run, args, kwargs, batch)
 
@@ -190,7 +193,8 @@ class Runner:
 
         Returns:
             hits: replays by `mode:size`. never_used: captured entries without any, in this form.
-            fallbacks: calls without a graph, with reasons. calls: counts by true row count and
+            fallbacks: calls without a graph, with reasons. in_pieces: steps of stitched entries
+            that ran as their pieces, with reasons. calls: counts by true row count and
             kind of batch. rows, padding_rows: what ran. padding_share: padding rows by all rows.
         """
         with self.lock:

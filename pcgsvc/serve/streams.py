@@ -55,6 +55,10 @@ class CallOrder:
         if self.is_external:
             self._event.record(self._stream)
 
+    def is_done(self) -> bool:
+        """Whether the last call's work is done; another thread may ask."""
+        return self._stream.query()
+
     def synchronize(self) -> None:
         """Wait until the last call's work is done."""
         if not self.is_external:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from pcgsvc import torch_private
 from pcgsvc.errors import StaleAddressError, StateError
 from pcgsvc.forward.objects import global_places, places_of
 
@@ -189,7 +190,7 @@ def _targets(module: torch.nn.Module) -> dict[str, torch.Tensor]:
                 "parameters and buffers (extra state, or made by a hook), so it cannot be written "
                 "in place. Load it into the module yourself, while holding runner.lock."
             )
-        targets[name] = value
+        targets[name] = torch_private.local_tensor(value)
     return targets
 
 
@@ -204,6 +205,7 @@ def _match(
         )
     if not isinstance(strict, bool):
         raise StateError(f"load_state_dict: got strict={strict!r}; true or false is needed.")
+    state = {name: torch_private.local_tensor(value) for name, value in state.items()}
     ties: dict[int, list[str]] = {}
     for name, target in targets.items():
         ties.setdefault(id(target), []).append(name)

@@ -51,6 +51,8 @@ class DynamoCapture:
         self.refusal = _refusal(outputs)
         if self.refusal is not None:  # raised here, before Dynamo's bytecode carries it out
             raise RuntimeError(self.refusal)
+        if any(map(torch_private.is_dtensor, inputs)):
+            self.graph, self.graph_inputs = torch_private.lowered_dtensors(graph, inputs)
         sentinels = tuple(torch.empty(0) for _ in outputs)
         self.sentinels = list(sentinels)
         return lambda *args: sentinels  # Dynamo keeps it: it must not hold `self`
@@ -58,6 +60,12 @@ class DynamoCapture:
 
 def _refusal(outputs: Sequence[Any]) -> str | None:
     """Return which side effect of the forward cannot be carried out at each replay, or None."""
+    for node in outputs:
+        if isinstance(node, torch.fx.Node) and torch_private.is_dtensor(node.meta["example_value"]):
+            return (
+                f"the forward returns a DTensor, made at {user_line(node)}: return .to_local() or \
+.full_tensor()."
+            )
     outside = [s for s in torch_private.side_effects() if not _MODULE.fullmatch(s)]
     for view in filter(None, map(_INPUT_VIEW.fullmatch, outside)):
         # Dynamo leaves these to its bytecode (up to 2.13 `.T` too), as if they were changes.

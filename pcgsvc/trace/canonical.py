@@ -23,6 +23,7 @@ from pcgsvc.forward.results import flatten
 from pcgsvc.forward.specs import Binding, InputSpec, SizePredicate, TensorSpec
 from pcgsvc.ops.breaks import WAYS_OUT
 from pcgsvc.trace.backend import DynamoCapture, view_refusal
+from pcgsvc.trace.collectives import unite_collectives
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import mutated_args, op_names, user_line
 from pcgsvc.trace.refusals import refuse_unsupported
@@ -62,6 +63,7 @@ class Canonical:
         self._drop_noise()
         self._check_static()
         self._decompose_sizes()
+        unite_collectives(self.graph)
         self._refuse_input_writes(bindings)
         output = self.graph.output_node()
         self._refuse_input_views(output)

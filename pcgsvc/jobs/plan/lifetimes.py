@@ -104,7 +104,7 @@ class Lifetimes:
         for at, node in enumerate(self._nodes):
             for sid, tensor in _memory(node).items():
                 if sid not in given and sid not in found:
-                    size = _num_bytes(traced, tensor)
+                    size = num_bytes(traced, tensor)
                     found[sid] = _Storage(at, size, at, node in self._splitting)
             for used in node.all_input_nodes:
                 outside = crossing_counts and ends.get(used) != ends[node]
@@ -215,7 +215,7 @@ def _memory(node: torch.fx.Node) -> dict[int, torch.Tensor]:
     return {torch_private.storage_id(t): t for t in leaves if isinstance(t, torch.Tensor)}
 
 
-def _num_bytes(traced: TracedGraph, tensor: torch.Tensor) -> int | CodeType:
-    """Return the bytes of a tensor's storage, or their compiled source over `s`."""
+def num_bytes(traced: TracedGraph, tensor: torch.Tensor) -> int | CodeType:
+    """Return the bytes of a tensor's storage, or their compiled source over the row count `s`."""
     size: Any = traced.size_of(tensor.untyped_storage().nbytes())
     return size if isinstance(size, int) else compile(size, "<bytes>", "eval")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.jobs.plan.collectives import collectives_of
 from pcgsvc.jobs.plan.memory import as_json
 from pcgsvc.jobs.plan.planner import Plan
 from pcgsvc.program.pieces import Kind, Piece
@@ -80,9 +81,15 @@ def plan_section(plan: Plan) -> dict[str, Any]:
         "sequence": _sequence(kinds),
         "num_artifacts": plan.num_artifacts(),
         "compile_modules": list(plan.compile_modules),
+        "collectives": _collectives(plan),
         "memory": as_json(plan.memory),
         "notes": list(plan.planned.notes),
     }
+
+
+def _collectives(plan: Plan) -> list[dict[str, Any]]:
+    sizes = plan.request.config.capture.final_sizes
+    return [] if plan.traced is None else collectives_of(plan.traced, sizes)
 
 
 def _has_weights(plan: Plan) -> bool:

@@ -90,8 +90,14 @@ _NOTES: contextvars.ContextVar[Notes] = contextvars.ContextVar("pcgsvc_hf_probe"
 """The probe that is running; transformers' registries hold functions, not objects."""
 
 
-def spec_of_source(source: Source) -> AttentionSpec | None:
+def spec_of_source(
+    source: Source, shard: Callable[[Any], object] = lambda model: None
+) -> AttentionSpec | None:
     """Return what the model's attention needs, from its config alone: nothing is allocated.
+
+    Args:
+        source: names the model.
+        shard: leaves of the model what one rank holds.
 
     Returns:
         None if the forward reads values and so needs real tensors, see `spec_of_model`.
@@ -102,6 +108,7 @@ def spec_of_source(source: Source) -> AttentionSpec | None:
     _register()
     meta = torch.device("meta")
     model = make(source, IMPLEMENTATION, "batched_mm", device=meta, dtype=torch.float32)
+    shard(model)
     # With fake tensors, since some forwards make tensors on the CPU beside those they are given.
     for mode, name in ((contextlib.nullcontext(), "meta"), (torch_private.fake_tensors(), "cpu")):
         try:

@@ -11,7 +11,7 @@ import copy
 import io
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,10 @@ from pcgsvc import torch_private
 from pcgsvc.config.devices import is_here
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.extras import require
+from pcgsvc.models.files import open_safetensors
+from pcgsvc.models.hf.sharding import ColumnsOfLinear
 from pcgsvc.models.hf.source import Source, looks_at_length
+from pcgsvc.models.sharding import Cut
 from pcgsvc.models.weights import generator_for
 
 logger = logging.getLogger(__name__)
@@ -148,13 +151,74 @@ def _load(
                 f"{', '.join(wrong[:4])}{' …' if len(wrong) > 4 else ''}; those parameters would "
                 "be random. Fetch the checkpoint again, or correct its config.json."
             )
-    surplus = sorted(map(str, about.get("unexpected_keys") or ()))
-    if surplus:
+    _warn_surplus(source, map(str, about.get("unexpected_keys") or ()))
+    logger.info("weights: %s, %.1f s", source.label, time.perf_counter() - start)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _warn_surplus(source: Source, names: Iterable[str]) -> None:
+    if surplus := sorted(names):
         logger.warning(
             "%s: %d tensors of the checkpoint are not used: %s", source.label, len(surplus), surplus
         )
-    logger.info("weights: %s, %.1f s", source.label, time.perf_counter() - start)
-    return model.eval().requires_grad_(False).to(device)
+
+
+def _tensors_of(source: Source) -> dict[str, Any]:
+    """Return, by the name of each tensor of a checkpoint's folder, the file that has it."""
+    assert source.path is not None
+    handles: dict[str, Any] = {}
+    for file in sorted(source.path.glob("*.safetensors")):
+        handle = open_safetensors(file, "hf")
+        handles |= dict.fromkeys(handle.keys(), handle)
+    return handles
+
+
+def renamed(source: Source) -> list[str]:
+    """Return the parameters that a checkpoint has under other names, which transformers converts.
+
+    Such tensors are stacked from several, or called as an older release had them.
+    """
+    meta, stored = torch.device("meta"), _tensors_of(source)
+    model = make(source, "eager", "batched_mm", device=meta, dtype=torch.float32)
+    return sorted(dict(model.named_parameters()).keys() - stored.keys())
+
+
+def load_shards(
+    source: Source,
+    attention: str,
+    shard: Callable[[Any], Mapping[str, Cut]],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Any:
+    """Return what one rank holds of the model of `source.path`, reading no more than that.
+
+    `shard(model)`: leaves this rank's part of a model and returns the cuts of its parameters.
+    """
+    start, meta = time.perf_counter(), torch.device("meta")
+    model = make(source, attention, experts_for(device, dtype), device=meta, dtype=dtype)
+    cuts = shard(model)
+    model.to_empty(device=device)
+    model.tie_weights()
+    stored, parameters = _tensors_of(source), dict(model.named_parameters())
+    _warn_surplus(source, stored.keys() - parameters.keys())
+    for name, parameter in parameters.items():
+        tensor, cut = stored[name].get_slice(name), cuts.get(name)
+        whole = parameter.shape if cut is None else cut.whole(parameter.shape)
+        if tuple(tensor.get_shape()) != tuple(whole):
+            raise source.refuse(
+                f"its checkpoint has {name} in the shape {tensor.get_shape()}, its config asks for "
+                f"{list(whole)}."
+            )
+        parameter.data.copy_(tensor[:] if cut is None else cut.of(tensor))
+        parameter._is_hf_initialized = True
+    for module in model.modules():  # what is left are buffers, such as rotary frequencies
+        module._is_hf_initialized = False
+        if isinstance(module, ColumnsOfLinear):
+            module.fill_columns()
+    model.initialize_weights()
+    logger.info("weights: a share of %s, %.1f s", source.label, time.perf_counter() - start)
+    return model
 
 
 def freeze_frequencies(model: nn.Module) -> None:

@@ -1,0 +1,280 @@
+"""The calls of CUDA's driver: their order and what they are given, against a driver in Python."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import sys
+from typing import Any
+
+import cuda
+import pytest
+import torch
+from cuda import bindings
+from cuda.bindings import driver as real
+from fake_driver import INVALID, FakeBindings, FakeNode
+
+from pcgsvc.cuda_driver import (
+    Composition,
+    Driver,
+    DriverError,
+    Launch,
+    UnpatchableError,
+    find_driver,
+)
+
+Ran = list[tuple[Any, ...]]
+
+
+class Device:
+    """A driver, a kernel that notes how it ran, and a captured graph of one such launch."""
+
+    def __init__(self, codes: str = "qif") -> None:
+        self.ran: Ran = []
+        self.fake = FakeBindings()
+        self.driver = Driver(self.fake)
+        self.kernel = self.fake.kernel(codes, lambda *args: self.ran.append(args))
+        piece = self.fake.kernel("i", lambda grid, at: self.ran.append(("piece", at)))
+        kind = real.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+        self.pieces = [
+            self.fake.new_graph(
+                FakeNode(kind, function=piece, grid=(1, 1, 1), values=(struct.pack("i", at),))
+            )
+            for at in range(3)
+        ]
+
+    def launch(self, *args: Any, grid: tuple[int, int, int] = (1, 1, 1)) -> Launch:
+        return Launch(self.kernel, grid, (32, 1, 1), 0, args)
+
+
+def test_pieces_and_kernels_are_one_chain_in_one_executable() -> None:
+    device = Device()
+    first, last = device.launch(1, 2, 0.5), device.launch(-3, 4, 0.25, grid=(5, 6, 7))
+    made = Composition(device.driver, [device.pieces[0], first, device.pieces[1], last])
+    adds = ["cuGraphAddChildGraphNode", "cuGraphAddKernelNode"]
+    assert device.fake.names() == ["cuGraphCreate", *adds, *adds, "cuGraphInstantiate"]
+    made.launch(7)
+    assert device.fake.calls == [("cuGraphLaunch", 7)]
+    grids = [((1, 1, 1), 1, 2, 0.5), ((5, 6, 7), -3, 4, 0.25)]
+    assert device.ran == [("piece", 0), grids[0], ("piece", 1), grids[1]]
+
+
+def test_a_node_is_patched_before_the_launch_and_only_then() -> None:
+    device = Device()
+    made = Composition(device.driver, [device.launch(1, 2, 0.5), device.launch(9, 9, 9.0)])
+    device.fake.names()
+    made.nodes[0].change((3, 1, 1), [(1, 8)])
+    made.nodes[1].enable(False)
+    made.upload(7)
+    made.launch(7)
+    assert device.ran == [((3, 1, 1), 1, 8, 0.5)]
+    made.nodes[1].enable(True)
+    made.nodes[1].change(None, [(0, 4), (2, 2.5)])
+    made.launch(7)
+    assert device.ran[1:] == [((3, 1, 1), 1, 8, 0.5), ((1, 1, 1), 4, 9, 2.5)]
+    patch = ["cuGraphExecKernelNodeSetParams", "cuGraphNodeSetEnabled"]
+    assert device.fake.names() == [
+        *(*patch, "cuGraphUpload", "cuGraphLaunch"),
+        *(*reversed(patch), "cuGraphLaunch"),
+    ]
+
+
+def test_a_node_may_become_another_kernel_with_other_parameters() -> None:
+    device = Device()
+    other = device.fake.kernel("hqqq", lambda *args: device.ran.append(("other", *args)))
+    made = Composition(device.driver, [device.launch(1, 2, 0.5)])
+    made.nodes[0].set(Launch(other, (2, 1, 1), (64, 1, 1), 1024, (-1, 2, 3, 4)))
+    made.launch(7)
+    made.nodes[0].set(device.launch(5, 6, 0.75))
+    made.launch(7)
+    assert device.ran == [("other", (2, 1, 1), -1, 2, 3, 4), ((1, 1, 1), 5, 6, 0.75)]
+
+
+def test_arguments_are_packed_by_the_sizes_that_the_kernel_has() -> None:
+    device = Device("bhiqfdQI")
+    tensor = torch.zeros(3)
+    given = (-1, -2, -3, tensor, 0.5, 0.25, 2**64 - 1, 2**32 - 1)
+    made = Composition(device.driver, [device.launch(*given)])
+    made.launch(7)
+    wanted = (-1, -2, -3, tensor.data_ptr(), 0.5, 0.25, 2**64 - 1, 2**32 - 1)
+    assert device.ran == [((1, 1, 1), *wanted)]
+    made.nodes[0].change(None, [(2, struct.pack("<i", 77))])
+    made.launch(7)
+    assert device.ran[1][3] == 77
+
+
+def test_parameters_behind_an_ellipsis_are_zero() -> None:
+    device = Device("qqq")
+    made = Composition(device.driver, [device.launch(5, 6, 7)])
+    made.nodes[0].set(device.launch(5, ...))
+    made.launch(7)
+    assert device.ran == [((1, 1, 1), 5, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((1, 2), "2 arguments, its kernel 3 parameters"),
+        ((1, 2, 0.5, 4), "4 arguments, its kernel 3 parameters"),
+        ((1, 2, 0.5, 4, ...), "4 arguments, its kernel 3 parameters"),
+        ((1, 2**40, 0.5), "argument 1 of a launch is 1099511627776"),
+        ((1, -(2**40), 0.5), "argument 1 of a launch is -1099511627776"),
+        ((1, b"12345678", 0.5), "argument 1 of a launch is b'12345678'"),
+        ((1, None, 0.5), "argument 1 of a launch is None"),
+    ],
+)
+def test_a_launch_that_does_not_fit_its_kernel_is_refused(
+    args: tuple[Any, ...], message: str
+) -> None:
+    device = Device()
+    with pytest.raises(DriverError, match=message):
+        Composition(device.driver, [device.launch(*args)])
+    gc.collect()
+    assert list(device.fake.graphs) == device.pieces  # nothing is left of it
+
+
+def test_a_refused_patch_is_an_error_and_changes_nothing() -> None:
+    device = Device()
+    made = Composition(device.driver, [device.launch(1, 2, 0.5)])
+    with pytest.raises(DriverError, match=r"SetParams: CUDA_ERROR_INVALID_VALUE"):
+        made.nodes[0].change((0, 1, 1), [])
+    made.launch(7)
+    assert device.ran == [((1, 1, 1), 1, 2, 0.5)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cuGraphCreate", "cuGraphAddKernelNode", "cuGraphAddChildGraphNode", "cuGraphInstantiate"],
+)
+def test_a_call_that_fails_is_named_and_leaves_nothing(name: str) -> None:
+    device = Device()
+    device.fake.fails[name] = INVALID
+    with pytest.raises(DriverError, match=f"{name}: CUDA_ERROR_INVALID_VALUE"):
+        Composition(device.driver, [device.pieces[0], device.launch(1, 2, 0.5)])
+
+
+@pytest.mark.parametrize("name", ["cuGraphLaunch", "cuGraphUpload", "cuGraphNodeSetEnabled"])
+def test_a_call_on_an_executable_that_fails_is_named(name: str) -> None:
+    device = Device()
+    made = Composition(device.driver, [device.launch(1, 2, 0.5)])
+    device.fake.fails[name] = INVALID
+    with pytest.raises(DriverError, match=f"{name}: CUDA_ERROR_INVALID_VALUE"):
+        made.upload(7), made.nodes[0].enable(False), made.launch(7)
+
+
+def test_a_composition_frees_its_executable_then_its_graph() -> None:
+    device = Device()
+    made = Composition(device.driver, [device.pieces[0], device.launch(1, 2, 0.5)])
+    device.fake.names()
+    del made
+    gc.collect()
+    assert device.fake.names() == ["cuGraphExecDestroy", "cuGraphDestroy"]
+    assert not device.fake.executables
+    assert list(device.fake.graphs) == device.pieces
+
+
+def test_a_capture_gives_launches_in_order_and_runs_nothing() -> None:
+    device = Device()
+    stream = device.driver.create_stream()
+
+    def run() -> None:
+        for at in (3, 4):
+            fields = Composition(device.driver, [device.launch(at, at, 0.5)]).nodes[0]
+            kept.append(fields)
+            device.fake.capture_on(stream, "KERNEL", fields=fields.fields)
+            device.fake.capture_on(stream, "EMPTY")
+
+    kept: list[Any] = []
+    launches = device.driver.capture(stream, run)
+    relaxed = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    assert ("cuStreamBeginCapture", stream, relaxed) in device.fake.calls
+    assert device.fake.names()[-2:] == ["cuStreamEndCapture", "cuGraphDestroy"]
+    assert device.ran == []
+    packed = [tuple(map(bytes, launch.args)) for launch in launches]
+    assert packed == [
+        (struct.pack("q", at), struct.pack("i", at), struct.pack("f", 0.5)) for at in (3, 4)
+    ]
+    for launch in launches:
+        device.driver.launch(launch, 7)
+    assert device.ran == [((1, 1, 1), at, at, 0.5) for at in (3, 4)]
+    device.driver.destroy_stream(stream)
+    assert device.fake.names() == ["cuLaunchKernel", "cuLaunchKernel", "cuStreamDestroy"]
+
+
+def test_a_capture_that_launches_nothing_has_no_launches() -> None:
+    device = Device()
+    assert device.driver.capture(7, lambda: None) == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_function_that_raises_leaves_no_capture(ends: bool) -> None:
+    device = Device()
+    before = dict(device.fake.graphs)
+    if not ends:
+        device.fake.fails["cuStreamEndCapture"] = INVALID
+
+    def run() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        device.driver.capture(7, run)
+    assert device.fake.streams[7] is None
+    assert device.fake.graphs == before
+
+
+def test_a_capture_that_the_device_ends_is_an_error() -> None:
+    device = Device()
+    device.fake.fails["cuStreamEndCapture"] = INVALID
+    with pytest.raises(DriverError, match=r"cuStreamEndCapture: CUDA_ERROR"):
+        device.driver.capture(7, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "about", "message"),
+    [
+        ("MEMCPY", {}, r"more than launch kernels \(memcpy\)"),
+        ("MEMSET", {}, r"more than launch kernels \(memset\)"),
+        ("HOST", {}, r"more than launch kernels \(host\)"),
+        ("GRAPH", {}, r"more than launch kernels \(graph\)"),
+        ("KERNEL", {"cluster": 2}, "in clusters"),
+        ("KERNEL", {"cooperative": 1}, "cooperatively"),
+    ],
+)
+def test_nodes_that_parameters_cannot_say_are_refused_and_can_be_run_once(
+    kind: str, about: dict[str, Any], message: str
+) -> None:
+    device = Device()
+    with pytest.raises(UnpatchableError, match=message) as caught:
+        device.driver.capture(7, lambda: device.fake.capture_on(7, kind, **about))
+    device.fake.names()
+    caught.value.graph.run(7)
+    assert device.fake.names() == ["cuGraphInstantiate", "cuGraphLaunch", "cuGraphExecDestroy"]
+    del caught.value.graph
+    assert device.fake.names() == ["cuGraphDestroy"]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> FakeBindings:
+    fake = FakeBindings()
+    monkeypatch.setattr(bindings, "driver", fake)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)  # type: ignore[arg-type]
+    return fake
+
+
+def test_the_driver_is_that_of_cuda_bindings(installed: FakeBindings) -> None:
+    assert find_driver().bindings is installed
+
+
+def test_a_driver_that_is_missing_or_too_old_is_said(
+    installed: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed.version = 12030
+    with pytest.raises(DriverError, match=r"CUDA's driver is of version 12030; 12040 is needed"):
+        find_driver()
+    monkeypatch.setattr(bindings, "__version__", "12.9.4")
+    with pytest.raises(DriverError, match=r"cuda-bindings is 12\.9\.4; 13 is needed"):
+        find_driver()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.delattr(cuda, "bindings")
+    with pytest.raises(DriverError, match=r"cuda-bindings is not installed \(pip install"):
+        find_driver()
