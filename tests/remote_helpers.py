@@ -21,7 +21,7 @@ def memory_url() -> str:
 
 
 def make_remote(url: str | Path, secret: bytes | None = SECRET, **settings: Any) -> Remote:
-    return Remote(str(url), secret=secret, **{"trusted": False, "timeout_s": 5.0, **settings})
+    return Remote(str(url), secret=secret, **{"trusted": False, "timeout_s": 60.0, **settings})
 
 
 def objects(url: str | Path) -> dict[str, bytes]:

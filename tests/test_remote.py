@@ -212,7 +212,7 @@ def test_two_stores_with_one_remote_build_once(url: str, tmp_path: Path) -> None
 def test_a_claim_that_is_not_rewritten_is_taken_over_and_a_living_one_is_not(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "_STALE_S", 0.3)
+    monkeypatch.setattr(sharing, "_STALE_S", 0.6)
     monkeypatch.setattr(sharing, "_BEAT_S", 0.05)
     make_remote(url).create(f"claims/{A}", b"of a machine that was lost")
     with open_store(tmp_path / "first", remote=make_remote(url)) as store, store.lock(A):
@@ -242,7 +242,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def hang(*args: Any, **settings: Any) -> None:
-    time.sleep(3)
+    time.sleep(20)
 
 
 def fail(*args: Any, **settings: Any) -> None:
@@ -273,7 +273,7 @@ def test_a_slow_download_is_waited_for_once_and_no_longer_than_asked(
     with open_store(tmp_path / "second", remote=remote) as store:
         started = time.monotonic()
         assert len(misses(store)) == len(PIECES) + len(PROGRAMS)
-        assert 0.3 <= time.monotonic() - started < 1.5
+        assert 0.3 <= time.monotonic() - started < 10
         assert "did not answer within 0.3 s" in section(store)["problems"][0]
 
 
@@ -285,10 +285,10 @@ def test_a_slow_upload_holds_nothing_up_and_is_given_up_at_the_end(
     started = time.monotonic()
     with open_store(tmp_path / "first", remote=remote) as store:
         fill(store)
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 10
         assert section(store)["unpublished"] == len(PIECES) + len(PROGRAMS)
         assert misses(store) == []
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 15
     assert len(section(store)["problems"]) == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,7 @@ def test_a_remote_that_is_down_changes_nothing_but_the_report(
 
     for name in ("cat_ranges", "pipe_file", "info", "find"):
         monkeypatch.setattr(fsspec.get_filesystem_class("memory"), name, down)
-    started = time.monotonic()
     report = report_of(Added(), tmp_path / "a", url)
-    assert time.monotonic() - started < 20
     found = report["cache"]["remote"]
     assert (len(found["problems"]), found["published"]) == (1, 0)
     assert found["unpublished"] > 1

@@ -221,22 +221,26 @@ class Sharing:
     def claim(self, key: str, timeout_s: float) -> None:
         """Wait until no other machine builds what `key` names, and say that this one does.
 
-        A remote that fails, or a claim that is still held after `timeout_s`, is not waited for.
+        Nothing is claimed of what another machine has published meanwhile. A remote that fails, or
+        a claim that is still held after `timeout_s`, is not waited for.
         """
         deadline, sleep_s = time.monotonic() + timeout_s, 0.02
-        seen, since = None, 0.0
+        seen, since, is_stale = b"", time.monotonic(), False
         while True:
-            other = self._try("write", lambda: self._claim(key))
-            now = time.monotonic()
-            if other is None or self._claims.get(key) == other:
+            attempt = self._take_over if is_stale else self._claim
+            other = self._try("write", partial(attempt, key))
+            if other is None or key in self._claims:
                 return
-            if seen is None:
+            if other and not seen:
                 self._counts["waited"] += 1
                 logger.info("cache: waiting for another machine, which builds %s", key[:12])
+            now = time.monotonic()
             if other != seen:
+                is_let_go = seen and _owner(other) != _owner(seen)
+                if is_let_go and any(self.has(kind, key) for kind in Kind):
+                    return  # it is there, and need not be built
                 seen, since = other, now
-            elif now - since > _STALE_S:
-                self._try("write", lambda: self._remote.remove(_claim_name(key)))
+            is_stale = now - since > _STALE_S
             if now > deadline:
                 self._warn(f"{key[:12]} is being built elsewhere; building it here as well")
                 return
@@ -249,13 +253,23 @@ class Sharing:
             self._later(lambda: self._release(key))
 
     def _claim(self, key: str) -> bytes:
-        """Return what stands in a claim: ours, if it could be made."""
+        """Return what stands in a claim, which is in `_claims` if it is ours."""
         mine = self._stamp()
         if self._remote.create(_claim_name(key), mine):
             self._claims[key] = mine
             self._start()
             return mine
         return self._remote.read(_claim_name(key)) or b""
+
+    def _take_over(self, key: str) -> bytes:
+        """Overwrite a lost machine's claim; of those that do so at once, the last one has it."""
+        self._remote.write(_claim_name(key), mine := self._stamp())
+        time.sleep(_LONGEST_SLEEP_S)
+        found = self._remote.read(_claim_name(key)) or b""
+        if found == mine:
+            self._claims[key] = mine
+            self._start()
+        return found
 
     def _release(self, key: str) -> None:
         """Take a claim back unless another machine has taken it over."""
@@ -335,6 +349,10 @@ class Sharing:
                 self.problems.append(message)
         level = logging.WARNING if is_new else logging.DEBUG
         logger.log(level, "cache.remote %s: %s", self._remote.url, message)
+
+
+def _owner(stamp: bytes) -> bytes:
+    return stamp.rpartition(b" ")[0]
 
 
 def _claim_name(key: str) -> str:

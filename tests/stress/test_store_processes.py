@@ -141,6 +141,28 @@ def test_one_of_eight_processes_builds_and_all_load_it_though_one_is_killed(
     assert 1 in num_built
 
 
+def test_one_of_six_machines_builds_and_all_load_it_though_one_is_lost(
+    tmp_path: Path, start_workers: Starter
+) -> None:
+    workers, url = start_workers(6), f"file://{tmp_path}/remote"
+    for turn in range(2):
+        name, log = key(f"round {turn}"), tmp_path / f"log {turn}"
+        for worker in workers:  # each with a folder of its own
+            root = tmp_path / f"folder {worker.process.pid}"
+            worker.go(root, "build", name, str(log), url)
+        killed = wait_for_a_builder(log)
+        if turn % 2 == 0:
+            victim = next(w for w in workers if w.process.pid == killed)
+            victim.kill()
+            workers.remove(victim)
+        results = [worker.result() for worker in workers]
+        assert all(result["right"] for result in results)
+        expect_one_builder_at_a_time(log, killed)
+        assert sum(result["built"] for result in results) <= 1
+        workers += start_workers(6 - len(workers))
+    assert not list((tmp_path / "remote" / "claims").iterdir())
+
+
 def test_twelve_processes_that_open_an_empty_root_at_once_all_store(
     tmp_path: Path, start_workers: Starter
 ) -> None:
