@@ -34,13 +34,9 @@ LIMITS_S = {"tensor": 240, "starts": 240, "experts": 120}
 
 
 def bench_parallel(device: str, limits_s: dict[str, float] = LIMITS_S) -> dict[str, Any]:
-    """Return what each part found, and how long it took; a part fails alone.
-
-    `GPU2_CACHE`: a cache that others have filled with these programs; else a folder of its own.
-    """
+    """Return what each part found, and how long it took; a part fails alone."""
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as own:
-        folder = os.environ.get("GPU2_CACHE", own)
+    with tempfile.TemporaryDirectory() as folder:
         for part, limit_s in limits_s.items():
             began, row = time.perf_counter(), found.setdefault(part, {})
             try:
@@ -133,9 +129,9 @@ def tensor(device: str, folder: str) -> dict[str, Any]:
     shared = [*words, f"parallel.tensor={world}"]
     if timer.cuda:
         found["copy_gb_s"] = round(bandwidth / 1e9, 1)
-    for name, more in (
-        ("one", words),
+    for name, more in (  # the most telling first: time may end
         ("region", [*shared, "parallel.collectives=region"]),
+        ("one", words),
         ("boundary", [*shared, "parallel.collectives=boundary"]),
     ):
         began = time.perf_counter()
@@ -155,7 +151,7 @@ def tensor(device: str, folder: str) -> dict[str, Any]:
 
 def compared(found: dict[str, Any]) -> dict[str, Any]:
     """Return the speed against one device, and the step against its floor."""
-    if "region" not in found:
+    if not {"one", "region"} <= found.keys():
         return {}
     keys = [f"batch_{batch}" for batch in BATCHES]
     one, many = ([found[n][key]["full"]["step_us"] for key in keys] for n in ("one", "region"))
@@ -301,8 +297,11 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     device = spec["device"]
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(here)
+        distributed.init_process_group("nccl", device_id=here)
+    else:
+        distributed.init_process_group("gloo")
     found = {"tensor": tensor, "experts": experts}[spec["part"]](device, spec["folder"])
     tell(found)
     distributed.destroy_process_group()

@@ -3,7 +3,7 @@
 Its argument is JSON: `words` of a command line, `cases` of further words, and how many `calls` of
 changing sizes each case makes. Prints JSON lines, the last of which has all cases: the largest
 relative difference of logits from one process's, how many tokens were compared and differ, what was
-compiled, and which graphs served. With `dies`, the last rank ends itself in the middle of capture.
+compiled, and which graphs served.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import sys
 import time
 from typing import Any
@@ -21,8 +20,6 @@ import torch
 from torch import distributed
 
 import pcgsvc
-from pcgsvc.events import Silent
-from pcgsvc.pipeline import build_from_config
 
 STEPS = [[3], [5, 1], [1, 1, 1, 1], [18, 1, 5]]
 """Query lengths of the calls that are compared."""
@@ -35,8 +32,6 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if cuda else "gloo")
-    if asked.get("dies"):
-        die_in_capture(asked["words"])
     found = compare(asked["words"], asked["cases"], asked.get("calls", []))
     began = time.perf_counter()
     distributed.destroy_process_group()
@@ -117,29 +112,6 @@ def differences(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> dict[str
         wrong += int((a.argmax(-1) != b.argmax(-1))[rows].sum())
     largest = max(float(b.abs().max()) for b in wanted)
     return {"error": worst / largest, "clear_tokens": clear, "wrong_tokens": wrong}
-
-
-class _Dies(Silent):
-    """Ends this process when the first of some entries is captured."""
-
-    capturing = False
-
-    def start(self, phase: str, total: int) -> None:
-        """See `Progress.start`."""
-        self.capturing = phase == "capture"
-
-    def advance(self) -> None:
-        """See `Progress.advance`."""
-        if self.capturing:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_capture(words: list[str]) -> None:
-    """Build, the last rank not to its end; another one must raise, or be ended."""
-    world = distributed.get_world_size()
-    last = distributed.get_rank() == world - 1
-    config = pcgsvc.load_config([*words, f"parallel.tensor={world}"])
-    build_from_config(config, _Dies() if last else None)
 
 
 if __name__ == "__main__":
