@@ -212,7 +212,7 @@ def test_ranks_that_differ_are_told_so_and_what_fails_on_one_fails_on_all() -> N
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("when", ["compile", "capture", "call"])
 def test_a_rank_that_is_killed_ends_the_other_with_a_message(when: str) -> None:
-    first, last = outcomes([WORKER, "ends", "-", when], timeout_s=200)
+    first, last = outcomes([WORKER, "ends", "-", when])
     assert last.code == -signal.SIGKILL
     assert first.code == 1, first.err
     said = (
