@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -26,23 +27,26 @@ def free_port() -> int:
 def outcomes(arguments: list[str], count: int = 2, timeout_s: float = 250) -> list[Ended]:
     """Run one process per rank, as torchrun would, until all have ended; return how they did."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env=os.environ
-            | place
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        done = [process.communicate(timeout=timeout_s) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, *arguments],
+                    env=os.environ
+                    | place
+                    | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(count)
+        ]
+        try:
+            done = [process.communicate(timeout=timeout_s) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     return [Ended(p.returncode, *texts) for p, texts in zip(processes, done, strict=True)]
 
 
