@@ -1,4 +1,4 @@
-"""What values a setting takes: enums whose values are the words of the YAML files, numbers, forms."""
+"""What values a setting takes: enums whose values are the words of the YAML files, and forms."""
 
 from __future__ import annotations
 
