@@ -461,25 +461,6 @@ def inductor_compile(
     )
 
 
-@contextlib.contextmanager
-def tuned_for(rows: int, inputs: Sequence[Any]) -> Iterator[None]:
-    """Have Inductor choose block sizes for `rows` where it does for the row count of the trace.
-
-    `inputs`: of the graph; they share one symbol, the row count.
-    """
-    import sympy
-
-    shapes = [x.shape if isinstance(x, torch.Tensor) else (x,) for x in inputs]
-    symbolic = [n.node for shape in shapes for n in shape if isinstance(n, torch.SymInt)]
-    hints = symbolic[0].shape_env.backed_var_to_val if symbolic else {}
-    before = dict(hints)
-    hints.update(dict.fromkeys(before, sympy.Integer(rows)))
-    try:
-        yield
-    finally:
-        hints.update(before)
-
-
 def partition_options(names: Sequence[str]) -> dict[str, Any]:
     """Return the Inductor options that split its graph at custom ops, given as `ns::op`."""
     import torch._inductor.config as inductor_config

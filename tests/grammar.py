@@ -464,7 +464,7 @@ REASONS = {
         "branch on the size",
     },
     "fresh host data": {"host data"},
-    "Cannot copy between CPU and CUDA": {"number copied"},
+    "Cannot copy between CPU and CUDA": {"number copied", "host data"},
     "a break returned a tensor": set(RETURNING),
     "Python outside breaks runs once": {"aliasing split"},
     ", at capture it gave ": {"aliasing split"},

@@ -248,21 +248,6 @@ def test_qualified_name_leads_back_to_the_function() -> None:
 # ---- Inductor ------------------------------------------------------------------------------------
 
 
-def test_a_graph_is_tuned_for_other_rows_than_the_trace_had() -> None:
-    x = torch.zeros(11, 3)
-    private.mark_dynamic(x, 0)
-    graph, _ = traced(lambda x: x * 2, x)
-    values = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"]
-    shape_env, rows = values[0].node.shape_env, values[0].node.expr
-    # What Inductor takes block sizes from, in torch/_inductor/sizevars.py.
-    assert shape_env.backed_var_to_val[rows] == 11
-    with private.tuned_for(509, values):
-        assert shape_env.backed_var_to_val[rows] == 509
-    assert shape_env.backed_var_to_val[rows] == 11
-    with private.tuned_for(509, [torch.zeros(4), 3]):
-        pass
-
-
 @pytest.fixture(scope="module")
 def artifact() -> Any:
     x = torch.zeros(11, 3)

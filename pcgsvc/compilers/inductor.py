@@ -22,10 +22,6 @@ from pcgsvc.errors import CompileError
 from pcgsvc.program.pieces import Piece, graph_module
 from pcgsvc.program.program import Boundaries, boundaries_of
 
-_ROWS = 509
-"""Rows for which Inductor sizes the blocks of a region's kernels on a GPU. Sized for the 11 rows of
-the trace, a pointwise kernel takes 512 rows twice as long. A prime, so that no size is special."""
-
 
 class InductorPiece:
     """A compiled piece. On the CPU its kernels are C++ that no dispatch mode sees."""
@@ -140,8 +136,7 @@ def compile_piece(
     inputs = [n.meta["example_value"] for n in module.graph.nodes if n.op == "placeholder"]
     options = _options(config, cut)
     try:
-        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
-        with torch.no_grad(), torch_private.tuned_for(_ROWS, inputs if on_gpu else []):
+        with torch.no_grad():
             artifact = torch_private.inductor_compile(module, inputs, options)
     except Exception as error:
         raise CompileError(
