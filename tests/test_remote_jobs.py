@@ -148,7 +148,7 @@ def test_push_check_and_pull_copy_what_the_other_side_lacks(
     [
         ({"remote": "memroy://x"}, "no protocol 'memroy'; did you mean 'memory'?"),
         ({"remote": "simplecache::memory://x"}, "no protocol 'simplecache::memory'"),
-        ({"remote": "http://host/x"}, "without cache.remote_key, and loading runs code"),
+        ({"remote": "ftp://host/x"}, "without cache.remote_key, and loading runs code"),
         ({"remote": "ftp://me:word@host/x", "remote_trust": True}, "holds a password"),
         ({"remote": "memory://x", "remote_key": "MISSING"}, "no environment variable, nor a file"),
         ({"remote": "memory://x", "remote_key": "EMPTY"}, "the key in 'EMPTY' is empty"),
