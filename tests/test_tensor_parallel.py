@@ -305,7 +305,7 @@ def test_a_plan_for_many_ranks_says_memory_of_one_and_what_they_send(
     bytes_of = {"1": 64 * 2, "8": 8 * 64 * 2}
     assert two["collectives"] == [
         {"op": "pcgsvc::all_reduce", "count": 8, "bytes": bytes_of},
-        {"op": "pcgsvc::all_gather", "count": 1, "bytes": {"1": 512 * 2, "8": 8 * 512 * 2}},
+        {"op": "pcgsvc::all_gather_into", "count": 1, "bytes": {"1": 512 * 2, "8": 8 * 512 * 2}},
     ]
     cache = [
         next(i["bytes"] for i in p["memory"]["items"] if i["name"] == "KV cache")
@@ -323,5 +323,5 @@ def test_a_70b_model_on_8_ranks_is_planned_within_90_seconds() -> None:
     assert weights["bytes"] / 2 == pytest.approx((whole - table) / 8 + table, rel=1e-3)
     assert [(c["op"], c["count"]) for c in report["plan"]["collectives"]] == [
         ("pcgsvc::all_reduce", 160),
-        ("pcgsvc::all_gather", 1),
+        ("pcgsvc::all_gather_into", 1),
     ]

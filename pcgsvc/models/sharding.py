@@ -132,8 +132,9 @@ def sum_over_ranks(x: torch.Tensor, ranks: int) -> torch.Tensor:
 
 def gather_columns(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """Return every rank's x [T, C] as [T, ranks * C]."""
-    rows: torch.Tensor = torch.ops.pcgsvc.all_gather(x, ranks, of_ranks(ranks))
-    return rows.view(ranks, *x.shape).transpose(0, 1).flatten(1)
+    out = x.new_empty(ranks, *x.shape)
+    torch.ops.pcgsvc.all_gather_into(x, out, of_ranks(ranks))
+    return out.transpose(0, 1).flatten(1)
 
 
 def in_words(dims: LlamaDims, world: int) -> dict[str, str]:

@@ -120,6 +120,15 @@ def all_gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
     return out
 
 
+def all_gather_into(x: torch.Tensor, out: torch.Tensor, group: str) -> None:
+    """Write the tensors [T, C] of all ranks of a group into `out` [ranks, T, C], contiguous.
+
+    A shape with the row count T itself in it, which what Inductor compiles behind it needs.
+    """
+    gather = _first_of("all_gather_single", "all_gather_into_tensor")
+    _waited(gather, out.flatten(0, 1), x.contiguous(), group_of(group))
+
+
 def reduce_scatter(x: torch.Tensor, reduce: str, count: int, group: str) -> torch.Tensor:
     """Return this rank's part, of `count` in dimension 0, of a tensor reduced over a group."""
     out = _scattered(x, reduce, count, group)
@@ -174,11 +183,19 @@ register_splitting_op(
 register_splitting_op(
     "pcgsvc::broadcast", broadcast, mutates_args=["x"], zeroes_padding=True, reason=_WHY
 )
+register_splitting_op(
+    "pcgsvc::all_gather_into",
+    all_gather_into,
+    mutates_args=["out"],
+    zeroes_padding=True,  # as of all_reduce
+    reason=_WHY,
+)
 register_splitting_op("pcgsvc::all_gather", all_gather, fake=_gathered, reason=_WHY)
 register_splitting_op("pcgsvc::reduce_scatter", reduce_scatter, fake=_scattered, reason=_WHY)
 
 COLLECTIVES = frozenset(
-    f"pcgsvc::{op.__name__}" for op in (all_reduce, broadcast, all_gather, reduce_scatter)
+    f"pcgsvc::{op.__name__}"
+    for op in (all_reduce, broadcast, all_gather, all_gather_into, reduce_scatter)
 )
 
 
