@@ -26,7 +26,8 @@ def collectives_of(traced: TracedGraph, sizes: list[int]) -> list[dict[str, Any]
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for node in traced.graph.nodes:
         for name in set(op_names(node)) & COLLECTIVES:
-            values = [node.meta.get("example_value"), node.args[0].meta["example_value"]]
+            given = [a for a in node.args if isinstance(a, torch.fx.Node)]
+            values = [n.meta.get("example_value") for n in (node, *given)]
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             at = [max(value_at(num_bytes(traced, t), rows) for t in tensors) for rows in sizes]
             found[name, tuple(at)] += 1
