@@ -31,6 +31,8 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench_model import chain_us
+
 import pcgsvc
 from pcgsvc.capture.stitch import Joined, Stitched
 from pcgsvc.config import Mode
@@ -168,15 +170,6 @@ def measure(steps: Sequence[Callable[[], Any]], given: Sequence[Any]) -> dict[st
     }
 
 
-def yardstick() -> float:
-    """Return microseconds per kernel of a graph of 200 tiny ones: the state of the card."""
-    x, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(200):
-            x.add_(1)
-    return round(measure([graph.replay], [None])["step_us"] / 200, 3)
-
-
 LENGTHS = {"same": [512], "integers": [512, 511, 510, 509], "grids": [512, 64, 300, 1024]}
 
 
@@ -199,7 +192,7 @@ def whole_call(runner: Runner) -> dict[str, float]:
 
 def decoder(out: dict[str, Any], cache: str) -> None:
     """Time the decoder; its regions are compiled once."""
-    out["yardstick_us"] = [yardstick()]
+    out["yardstick_us"] = [chain_us()]
     with build("frozen", "mode=full", cache) as runner:
         (entry,) = runner.table.entries.values()
         out["full"] = {
@@ -218,7 +211,7 @@ def decoder(out: dict[str, Any], cache: str) -> None:
             out[name]["whole_call_grids"] = whole_call(runner)
             if entry.joined is not None and entry.joined.stitched:
                 out[name]["cost"] = cost_of(runner, entry.joined)
-        out["yardstick_us"].append(yardstick())
+        out["yardstick_us"].append(chain_us())
     full = out["full"]["same"]["step_us"]
     out["to_full"] = {
         name: {case: round(out[name][case]["step_us"] / full, 3) for case in LENGTHS}
@@ -268,7 +261,7 @@ def llama(out: dict[str, Any], layers: int) -> None:
                 out[name] = measure(entry.calls, [context])
                 if name == "stitched":
                     out["pieces"] = measure(entry.steps, [context])
-        out["yardstick_us"] = yardstick()
+        out["yardstick_us"] = chain_us()
     full = out["full"]["step_us"]
     out["to_full"] = {n: round(out[n]["step_us"] / full, 4) for n in ("pieces", "stitched")}
 
