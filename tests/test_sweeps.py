@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -30,7 +31,7 @@ from pcgsvc.check.verify import Verified, refusal, verify
 from pcgsvc.config import Config
 from pcgsvc.config.devices import device_of
 from pcgsvc.jobs import preflight
-from pcgsvc.jobs.sweep import whole
+from pcgsvc.jobs.sweep import child, whole
 from pcgsvc.jobs.sweep.task import Membership
 from pcgsvc.report import comparison
 
@@ -61,6 +62,16 @@ def children_of(pid: int) -> list[int]:
             continue
         if int(parent) == pid and state != "Z":
             found.append(int(path.parent.name))
+    return found
+
+
+def jobs_of(sweep: int) -> list[int]:
+    """Return those children of a sweep that run its jobs: torch's import starts `ldconfig`."""
+    found = []
+    for pid in children_of(sweep):
+        with contextlib.suppress(OSError):  # over by now
+            if child.__file__ in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
     return found
 
 
@@ -122,7 +133,7 @@ def test_jobs_that_run_out_of_memory_or_are_killed_do_not_end_the_others(
 
     def kill() -> None:
         wait_for((Path.cwd() / "out" / "1" / "job.json").is_file)
-        (pid,) = wait_for(lambda: children_of(here))
+        (pid,) = wait_for(lambda: jobs_of(here))
         os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
@@ -179,7 +190,7 @@ def test_ending_a_sweep_ends_its_job_and_what_was_done_is_told(
         stderr=subprocess.PIPE,
         text=True,
     ) as sweep:
-        (job,) = wait_for(lambda: children_of(sweep.pid))
+        (job,) = wait_for(lambda: jobs_of(sweep.pid))
         time.sleep(0.3)  # its interpreter has started
         sweep.send_signal(number)
         out, err = sweep.communicate(timeout=30)
