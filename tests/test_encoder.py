@@ -32,7 +32,7 @@ from pcgsvc.models.encoder_family import WordPiece
 from pcgsvc.models.fetched import FETCHED, models_dir
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.encoder_attention import encoder_attention
-from pcgsvc.serve.embed import embed_ids, pool
+from pcgsvc.serve.embed import pool
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "fetch-minilm"
@@ -212,7 +212,7 @@ def test_a_new_start_is_warm_and_gives_the_same(
     words = [*TINY, f"cache.dir={tmp_path / 'cache'}"]
     with pcgsvc.load_runner(words) as runner:
         assert runner.report["compile"]["start"] == "cold"
-        first = embed_ids(runner, tokens(LENGTHS))
+        first = runner.embed(tokens(LENGTHS))
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a warm start traces or compiles")
@@ -223,7 +223,7 @@ def test_a_new_start_is_warm_and_gives_the_same(
         compiled = runner.report["compile"]
         assert compiled["start"] == "warm"
         assert compiled["num_traces"] == compiled["num_compiled"] == 0
-        assert torch.equal(embed_ids(runner, tokens(LENGTHS)), first)
+        assert torch.equal(runner.embed(tokens(LENGTHS)), first)
 
 
 # ---- sentence vectors ----------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_vectors_equal_transformers_for_a_batch_of_mixed_lengths(runner: pcgsvc.
     assert isinstance(module, Encoder)
     ids = tokens(LENGTHS)
     runner.reset_stats()
-    vectors = embed_ids(runner, ids)
+    vectors = runner.embed(ids)
     assert runner.stats()["hits"] == {"piecewise:16": 1}
     assert (vectors.shape, vectors.dtype) == ((3, 64), torch.float32)
     torch.testing.assert_close(vectors, reference_vectors(transformers_twin(module), ids))
@@ -243,8 +243,8 @@ def test_vectors_equal_transformers_for_a_batch_of_mixed_lengths(runner: pcgsvc.
 
 def test_a_vector_does_not_depend_on_its_neighbours_or_on_padding(runner: pcgsvc.Runner) -> None:
     ids = tokens([2, 7, 3, 4, 16, 1, 1])
-    together = embed_ids(runner, ids)
-    alone = torch.cat([embed_ids(runner, [text]) for text in ids])
+    together = runner.embed(ids)
+    alone = torch.cat([runner.embed([text]) for text in ids])
     torch.testing.assert_close(together, alone)
     assert (together @ together.T).triu(1).max() < 0.999
 
@@ -252,7 +252,7 @@ def test_a_vector_does_not_depend_on_its_neighbours_or_on_padding(runner: pcgsvc
 def test_texts_are_packed_whole_within_rows_and_requests() -> None:
     words = [*TINY, "mode=piecewise", "cache.mode=off", "attention.max_num_reqs=2"]
     with pcgsvc.load_runner(words) as runner:
-        embed_ids(runner, tokens([1, 1, 1, 10, 6, 6]))
+        runner.embed(tokens([1, 1, 1, 10, 6, 6]))
         # 1+1 | 1+10 | 6+6: two requests each
         assert runner.stats()["hits"] == {"piecewise:4": 1, "piecewise:16": 2}
 
@@ -260,7 +260,7 @@ def test_texts_are_packed_whole_within_rows_and_requests() -> None:
 def test_a_text_above_the_largest_size_runs_uncaptured_and_is_right(runner: pcgsvc.Runner) -> None:
     ids = tokens([3, 40, 2])
     runner.reset_stats()
-    vectors = embed_ids(runner, ids)
+    vectors = runner.embed(ids)
     assert runner.stats()["hits"] == {"piecewise:4": 2}
     assert [f["num_tokens"] for f in runner.stats()["fallbacks"]] == [40]
     twin = transformers_twin(runner.model.module)  # type: ignore[arg-type]
@@ -270,14 +270,14 @@ def test_a_text_above_the_largest_size_runs_uncaptured_and_is_right(runner: pcgs
 def test_a_text_above_the_largest_size_is_an_error_where_that_was_asked_for() -> None:
     words = [*TINY, "mode=piecewise", "cache.mode=off", "on_uncovered=error"]
     with pcgsvc.load_runner(words) as runner, pytest.raises(UncoveredError, match="40 rows"):
-        embed_ids(runner, tokens([40]))
+        runner.embed(tokens([40]))
 
 
 def test_vectors_are_right_with_viewed_outputs_too(runner: pcgsvc.Runner) -> None:
     ids = tokens([9, 9, 2, 16])
     words = [*TINY, "mode=full", "cache.mode=off", "outputs=view"]
     with pcgsvc.load_runner(words) as viewing:
-        torch.testing.assert_close(embed_ids(viewing, ids), embed_ids(runner, ids))
+        torch.testing.assert_close(viewing.embed(ids), runner.embed(ids))
 
 
 def test_pooling_takes_the_mean_of_each_requests_own_rows() -> None:
@@ -287,14 +287,18 @@ def test_pooling_takes_the_mean_of_each_requests_own_rows() -> None:
 
 
 def test_what_cannot_be_embedded_is_refused(runner: pcgsvc.Runner) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer\. Use model=minilm, or embed_ids"):
+    with pytest.raises(ConfigError, match=r"no tokenizer"):
         runner.embed(["x"])
     with pytest.raises(BatchError, match=r"got no text"):
-        embed_ids(runner, [])
+        runner.embed([])
     with pytest.raises(BatchError, match=r"text 1 has 0 tokens, 1 to 256"):
-        embed_ids(runner, [[1], []])
+        runner.embed([[1], []])
     with pytest.raises(BatchError, match=r"has 257 tokens, 1 to 256 .* pass truncate=True"):
-        embed_ids(runner, tokens([257]))
+        runner.embed(tokens([257]))
+    with pytest.raises(BatchError, match=r"text 1 has token 512; .* from 0 to 511"):
+        runner.embed([[1], [512]])
+    with pytest.raises(BatchError, match=r"got 7; texts are needed, or lists of token ids"):
+        runner.embed([7])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"generate"):
         runner.generate(["x"])
 
@@ -531,11 +535,11 @@ def test_texts_are_cut_only_where_that_was_asked_for(small_folder: Path) -> None
         long = "hello world a b a b a b"
         got = runner.embed(["Hello, world", "", "unheard-of"])
         ids = [[2, 5, 6, 10, 7, 3], [2, 3], [2, 1, 1, 1, 3]]
-        torch.testing.assert_close(got, embed_ids(runner, ids))
+        torch.testing.assert_close(got, runner.embed(ids))
         with pytest.raises(BatchError, match=r"text 1 has 11 tokens, 1 to 8 are possible"):
             runner.embed(["a", long])
         cut = runner.embed([long], truncate=True)
-        torch.testing.assert_close(cut, embed_ids(runner, [[2, 5, 6, 7, 8, 9, 8, 3]]))
+        torch.testing.assert_close(cut, runner.embed([[2, 5, 6, 7, 8, 9, 8, 3]]))
         with pytest.raises(BatchError, match=r"got one text"):
             runner.embed("hello")
 

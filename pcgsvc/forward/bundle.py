@@ -40,6 +40,8 @@ class EmbeddingSpec:
 
     max_length: int
     """Longest text in tokens, special ones included."""
+    vocab_size: int
+    """One above the largest token id."""
     encode: Callable[[str, int | None], list[int]] | None = None
     """`encode(text, most)`: ids with special tokens, of no more than `most` unless that is None;
     None: there is no tokenizer."""

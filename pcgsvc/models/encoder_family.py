@@ -52,17 +52,19 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
     if isinstance(source, EncoderDims):
         module = Encoder(source, device=device, dtype=dtype)
         initialize(module, config.seed)
-        return _bundle(module, device, EmbeddingSpec(max_length=source.max_position))
+        spec = EmbeddingSpec(max_length=source.max_position, vocab_size=source.vocab_size)
+        return _bundle(module, device, spec)
     module = Encoder(source.dims, device=device, dtype=dtype)
     if not torch_private.shapes_only():
         load_weights(module, source)
     encode = None
     if source.tokenizer is None:
-        logger.info("no tokenizer.json, so runner.embed takes no texts; embed_ids takes ids")
+        logger.info("no tokenizer.json, so runner.embed takes token ids only")
     else:
         encode = WordPiece(source.tokenizer, source.sentence).encode
     embedding = EmbeddingSpec(
         max_length=source.max_length,
+        vocab_size=source.dims.vocab_size,
         encode=encode,
         pooling=source.sentence.pooling,
         normalize=source.sentence.normalize,

@@ -22,13 +22,16 @@ from pcgsvc.forward.bundle import EmbeddingSpec
 from pcgsvc.serve.steps import StepRunner, largest_step
 
 
-def embed(runner: StepRunner, texts: Sequence[str], *, truncate: bool = False) -> torch.Tensor:
+def embed(
+    runner: StepRunner, texts: Sequence[str | Sequence[int]], *, truncate: bool = False
+) -> torch.Tensor:
     """Return one vector per text.
 
     Args:
-        runner: of an encoder with a tokenizer (`model=minilm`, or `model=encoder` with weights).
+        runner: of an encoder (`model=minilm`, `model=encoder`).
         texts: at least one; an empty text is its special tokens. Each gets the checkpoint's
-            default prompt in front, if it has one.
+            default prompt in front, if it has one. Lists of token ids, prompt and special tokens
+            included, are taken as they are, and need no tokenizer.
         truncate: cut a text that is too long; otherwise it is an error.
 
     Returns:
@@ -36,35 +39,48 @@ def embed(runner: StepRunner, texts: Sequence[str], *, truncate: bool = False) -
         Normalize; the caller's own.
 
     Raises:
-        ConfigError: the model is no encoder, or has no tokenizer.
-        BatchError: no text, or one that is too long.
+        ConfigError: the model is no encoder, or texts were given and it has no tokenizer.
+        BatchError: no text, one that is too long, or a token that the model lacks.
     """
     spec, limit = _spec(runner), _limit(runner)
-    if spec.encode is None:
-        raise ConfigError(
-            "embed: this encoder has no tokenizer. Use model=minilm, or embed_ids(...)."
-        )
     if isinstance(texts, str):
         raise BatchError("embed: got one text, a list of texts is needed: embed([text]).")
-    return embed_ids(runner, [spec.encode(text, limit if truncate else None) for text in texts])
-
-
-def embed_ids(runner: StepRunner, ids: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return one vector per list of token ids, prompt and special tokens included; see `embed`."""
-    limit = _limit(runner)
-    if not ids:
+    if not texts:
         raise BatchError("embed: got no text, at least one is needed.")
+    ids = [_tokens(runner, at, text, truncate=truncate) for at, text in enumerate(texts)]
     for at, text in enumerate(ids):
         if not 1 <= len(text) <= limit:
             raise BatchError(
                 f"embed: text {at} has {len(text)} tokens, 1 to {limit} are possible (the model "
-                f"takes {_spec(runner).max_length}, attention.max_model_len is "
+                f"takes {spec.max_length}, attention.max_model_len is "
                 f"{runner.request.config.attention.max_model_len}); pass truncate=True to cut "
                 "texts."
             )
     chunks = _chunks(ids, largest_step(runner), runner.memory.max_reqs)
     with span("pcgsvc.embed", texts=len(ids)):
         return torch.cat([_step(runner, chunk) for chunk in chunks])
+
+
+def _tokens(
+    runner: StepRunner, at: int, text: str | Sequence[int], *, truncate: bool
+) -> Sequence[int]:
+    """Return the token ids of one text, which may be some already."""
+    spec = _spec(runner)
+    if isinstance(text, str):
+        if spec.encode is None:
+            raise ConfigError(
+                "embed: this encoder has no tokenizer. Use model=minilm, or pass token ids."
+            )
+        return spec.encode(text, _limit(runner) if truncate else None)
+    if not isinstance(text, Sequence):
+        raise BatchError(f"embed: got {text!r}; texts are needed, or lists of token ids.")
+    for token in text:
+        if type(token) is not int or not 0 <= token < spec.vocab_size:
+            raise BatchError(
+                f"embed: text {at} has token {token!r}; the model's tokens are the whole numbers "
+                f"from 0 to {spec.vocab_size - 1}."
+            )
+    return text[: _limit(runner)] if truncate else text
 
 
 def pool(

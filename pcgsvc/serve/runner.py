@@ -150,7 +150,9 @@ class Runner:
         """Continue one prompt, token by token; see `pcgsvc.serve.generate.stream`."""
         return stream(self, prompt, max_new_tokens, sampling=sampling)
 
-    def embed(self, texts: Sequence[str], *, truncate: bool = False) -> torch.Tensor:
+    def embed(
+        self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False
+    ) -> torch.Tensor:
         """Return one sentence vector per text; see `pcgsvc.serve.embed.embed`."""
         return embed(self, texts, truncate=truncate)
 

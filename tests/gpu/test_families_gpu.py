@@ -10,7 +10,6 @@ from core_helpers import verified
 from torch import distributed
 
 import pcgsvc
-from pcgsvc.serve.embed import embed_ids
 
 pytestmark = pytest.mark.gpu
 
@@ -69,10 +68,10 @@ def test_encoders_give_the_same_vectors_in_every_mode_and_strategy(
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(512, (n,), generator=generator).tolist() for n in (5, 1, 30, 64, 2)]
     with pcgsvc.load_runner([*words, "mode=none", "compiler=eager"]) as runner:
-        wanted = embed_ids(runner, ids)
+        wanted = runner.embed(ids)
     words += [f"mode={mode}", f"partition.strategy={strategy}", f"compiler={compiler}"]
     with pcgsvc.load_runner(words) as runner:
         check(runner, ("pcgsvc::encoder_attention",) * 4)
-        got = embed_ids(runner, ids)
+        got = runner.embed(ids)
         assert runner.stats()["fallbacks"] == []
     assert (got * wanted).sum(-1).min() > (0.9999 if dtype == "float32" else 0.999)
