@@ -61,9 +61,7 @@ def embed(
         return torch.cat([_step(runner, chunk) for chunk in chunks])
 
 
-def _tokens(
-    runner: StepRunner, at: int, text: str | Sequence[int], *, truncate: bool
-) -> Sequence[int]:
+def _tokens(runner: StepRunner, at: int, text: str | Sequence[int], *, truncate: bool) -> list[int]:
     """Return the token ids of one text, which may be some already."""
     spec = _spec(runner)
     if isinstance(text, str):
@@ -74,13 +72,15 @@ def _tokens(
         return spec.encode(text, _limit(runner) if truncate else None)
     if not isinstance(text, Sequence):
         raise BatchError(f"embed: got {text!r}; texts are needed, or lists of token ids.")
+    ids: list[int] = []
     for token in text:
         if type(token) is not int or not 0 <= token < spec.vocab_size:
             raise BatchError(
                 f"embed: text {at} has token {token!r}; the model's tokens are the whole numbers "
                 f"from 0 to {spec.vocab_size - 1}."
             )
-    return text[: _limit(runner)] if truncate else text
+        ids.append(token)
+    return ids[: _limit(runner)] if truncate else ids
 
 
 def pool(
