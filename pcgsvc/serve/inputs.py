@@ -43,6 +43,7 @@ class InputBinder:
             if (
                 type(value) is torch.Tensor
                 and value.dtype is self._dtypes[at]
+                and value.layout is torch.strided
                 and not value.is_meta
             ):
                 rows = self._shapes[at].get(value.shape)
@@ -64,6 +65,9 @@ def _check_input(spec: InputSpec, buffer: torch.Tensor, value: Any, num_tokens: 
         raise BatchError(f"{spec.name}: got {got}, a tensor of {buffer.dtype} is needed.")
     if value.is_meta:
         raise BatchError(f"{spec.name}: got a tensor on the meta device, which has no values.")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise BatchError(f"{spec.name}: got a {kind} tensor, a dense one is needed.")
     shape, wanted = list(value.shape), list(buffer.shape)
     rows = num_tokens
     if dims and dims[0] < len(shape):
