@@ -317,6 +317,14 @@ def test_a_refused_call_leaves_every_buffer_as_it_was(llama: Any, call: dict[str
     assert llama.stats() == stats
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_by_name(llama: Any, layout: torch.layout) -> None:
+    ids = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2])], layout=layout)
+    with pytest.raises(BatchError, match="input_ids: got a nested tensor, a dense one is needed"):
+        llama(ids, torch.arange(2))
+
+
 def test_metadata_is_filled_only_where_the_batch_is_another_one(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

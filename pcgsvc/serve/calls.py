@@ -88,6 +88,8 @@ class Calls:
         self.order = None if memory.stream is None else CallOrder(memory.stream)
         self.prepared: object = None
         """The prepared call that has the buffers; each other call takes them."""
+        self.lends = False
+        """Whether a prepared call has ever shown them to the caller."""
 
     def close(self) -> None:
         """Wait for the last call, and let go of all but the counts."""
@@ -256,7 +258,8 @@ class Calls:
         unlike: str | None,
     ) -> Any:
         if route is not None and unlike is None:
-            self.memory.copy_in(values, route.load)
+            given = self._inputs.apart(values) if self.lends else values
+            self.memory.copy_in(given, route.load)
             context = self.context(batch, route) if self.model.reads_metadata else None
             self.replay(route, context)
             results = route.results.copy()

@@ -44,7 +44,7 @@ class InputBinder:
                 type(value) is torch.Tensor
                 and value.dtype is self._dtypes[at]
                 and value.layout is torch.strided
-                and not value.is_meta
+                and not (value.is_meta or value.is_nested)
             ):
                 rows = self._shapes[at].get(value.shape)
                 if rows is not None and (num_tokens == rows or num_tokens == -1):
@@ -55,6 +55,14 @@ class InputBinder:
             if spec.dims and num_tokens <= self._memory.max_tokens:
                 self._shapes[at][value.shape] = num_tokens
         return args, num_tokens
+
+    def apart(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return inputs with clones of those that lie in the runner's buffers.
+
+        Other rows of a buffer than those that they are copied to would be written meanwhile.
+        """
+        own = {b.untyped_storage().data_ptr() for b in self._memory.buffers.values()}
+        return [v.clone() if v.untyped_storage().data_ptr() in own else v for v in values]
 
 
 def _check_input(spec: InputSpec, buffer: torch.Tensor, value: Any, num_tokens: int) -> int:
