@@ -119,6 +119,9 @@ class Driver:
         except UnpatchableError as error:
             error.graph = CapturedGraph(self, graph)
             raise
+        except BaseException:
+            self.call("cuGraphDestroy", graph)
+            raise
         self.call("cuGraphDestroy", graph)
         return found
 

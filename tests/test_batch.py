@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,34 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "negative block": ({"query_lens": [1], "block_tables": [[-1]]}, 1, "got blocks from -1"),
     "no such block": ({"query_lens": [1], "block_tables": [[12]]}, 1, "6 … 11 are the caller"),
     "ragged hole": ({"query_lens": [5, 1], "block_tables": [[6], [7, 8]]}, 6, "block"),
+    "lengths of a set": ({"query_lens": {1, 2}}, 3, "a list of lengths is needed"),
+    "lengths by name": ({"query_lens": {1: 1, 2: 2}}, 3, "a list of lengths is needed"),
+    "lengths sparse": ({"query_lens": torch.ones(3).to_sparse()}, 3, "torch.sparse_coo; a list"),
+    "tables sparse": (
+        {"query_lens": [1], "block_tables": torch.tensor([[6]]).to_sparse()},
+        1,
+        "block_tables: got a tensor of torch.int64, torch.sparse_coo; one list",
+    ),
+    "tables bfloat16": (
+        {"query_lens": [1], "block_tables": torch.tensor([[6]]).bfloat16()},
+        1,
+        "got a tensor of torch.bfloat16",
+    ),
+    "rows elsewhere": (
+        {"query_lens": [1], "block_tables": [torch.zeros(1, device="meta")]},
+        1,
+        "one list per request is needed",
+    ),
+    "rows in rows": (
+        {"query_lens": [1, 1], "block_tables": [[6, [1]], [7, 8]]},
+        2,
+        "one list per request is needed",
+    ),
+    "slots sparse": (
+        {"query_lens": [1], "block_tables": [[6]], "slot_mapping": torch.ones(1).to_sparse()},
+        1,
+        "slot_mapping: got a tensor of torch.float32, torch.sparse_coo; a list is needed",
+    ),
     "rows of no list": ({"query_lens": [1, 1], "block_tables": [[6], 7]}, 2, "block_tables"),
     "slots short": (
         {"query_lens": [2], "block_tables": [[6]], "slot_mapping": [24]},
@@ -134,7 +163,7 @@ def test_a_batch_is_a_batch() -> None:
 
 def test_no_batch_is_one_new_request() -> None:
     checked = check_batch(None, 3, CACHE)
-    assert (checked.query_lens, checked.seq_lens) == ([3], [3])
+    assert (checked.query_lens, checked.seq_lens) == ((3,), (3,))
     assert checked.slot_mapping is not None
     assert checked.slot_mapping.tolist() == [4, 5, 6]
 
@@ -145,7 +174,7 @@ def test_lengths_and_tables_may_be_any_host_sequence(kind: Any) -> None:
         query_lens=kind([2, 1]), seq_lens=kind([5, 1]), block_tables=kind([[6, 7], [8, 0]])
     )
     checked = check_batch(batch, 3, CACHE)
-    assert checked.query_lens == [2, 1]
+    assert checked.query_lens == (2, 1)
     assert checked.positions.tolist() == [3, 4, 0]
     assert checked.owners.tolist() == [0, 0, 1]
     assert checked.slot_mapping is not None
@@ -201,6 +230,26 @@ def test_filled_buffers_hold_the_step_and_inert_padding() -> None:
     assert step.block_tables[3].tolist() == [0] * 5
 
 
+@pytest.mark.parametrize(
+    "field", ["owners", "seq_lens", "positions", "slot_mapping", "block_tables"]
+)
+def test_a_fill_that_is_cut_short_is_not_taken_for_done_by_the_next(field: str) -> None:
+    one = check_batch(Batch(query_lens=[2, 1], block_tables=[[6, 7], [8]]), 3, CACHE)
+    two = check_batch(Batch(query_lens=[1, 3], block_tables=[[8], [9]]), 4, CACHE)
+    step, fresh = buffers(), buffers()
+    for filled in (step, fresh):
+        filled.fill(one, 5)
+    bad: Any = {"block_tables": np.full((2, 1), "x"), "positions": np.full(1, "x")}
+    with pytest.raises((TypeError, ValueError)):
+        step.fill(two._replace(**{field: bad.get(field, ["x"] * 4)}), 8)
+    step.fill(one, 5)
+    for name in ("num_tokens", "query_start_loc", "seq_lens"):
+        assert torch.equal(getattr(step, name), getattr(fresh, name)), name
+    for name in ("slot_mapping", "token_to_req", "kv_lens"):
+        assert torch.equal(getattr(step, name)[:5], getattr(fresh, name)[:5]), name
+    assert step.block_tables[:2, :1].tolist() == [[6], [8]]
+
+
 def test_a_wide_table_is_cut_to_the_width_that_a_request_can_use() -> None:
     step = buffers()
     wide = [[6, 0, 0, 0, 0, 0, 0, 99]]
@@ -249,6 +298,7 @@ def state(runner: Any) -> list[torch.Tensor]:
         {"batch": Batch(query_lens=[3], slot_mapping=[1, 2, 3])},
         {"input_ids": torch.zeros(2, dtype=torch.long)},
         {"input_ids": torch.zeros(3)},
+        {"input_ids": torch.tensor([1, 2, 3]).to_sparse()},
         {"input_ids": [1, 2, 3]},
         {"input_ids": torch.zeros(3, 1, dtype=torch.long)},
         {"input_ids": torch.zeros(0, dtype=torch.long), "positions": torch.zeros(0).long()},
@@ -267,13 +317,21 @@ def test_a_refused_call_leaves_every_buffer_as_it_was(llama: Any, call: dict[str
     assert llama.stats() == stats
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_by_name(llama: Any, layout: torch.layout) -> None:
+    ids = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2])], layout=layout)
+    with pytest.raises(BatchError, match="input_ids: got a nested tensor, a dense one is needed"):
+        llama(ids, torch.arange(2))
+
+
 def test_metadata_is_filled_only_where_the_batch_is_another_one(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill, filled = StepBuffers.fill, list[list[int]]()
 
     def counted(self: StepBuffers, batch: CheckedBatch, padded_tokens: int) -> None:
-        filled.append(batch.seq_lens.copy())
+        filled.append([*batch.seq_lens])
         fill(self, batch, padded_tokens)
 
     monkeypatch.setattr(StepBuffers, "fill", counted)
@@ -303,12 +361,28 @@ def test_metadata_is_filled_only_where_the_batch_is_another_one(
     checked = check_batch(
         Batch(query_lens=[1, 1], seq_lens=lens, block_tables=tables), 2, llama.memory.geometry
     )
-    for seq_lens, fills in (([4, 5], 1), ([4, 5], 0), ([9, 5], 1)):
+    for fills in (1, 0):
         filled.clear()
-        checked.seq_lens[:] = seq_lens
         llama(*inputs, batch=checked)
         assert len(filled) == fills
-        assert llama.memory.step.seq_lens[:2].tolist() == seq_lens
+
+
+def test_a_checked_batch_of_another_cache_or_of_lost_tokens_is_refused(llama: Any) -> None:
+    inputs, own = (torch.tensor([5, 6]), torch.tensor([2, 4])), llama.memory.geometry
+    tables = [[own.first_free_block], [own.first_free_block + 1]]
+    lens = Batch(query_lens=[1, 1], seq_lens=[3, 5])
+    named = replace(lens, block_tables=tables)
+    wanted = llama(*inputs, batch=check_batch(named, 2, replace(own)))  # an equal one will do
+    refused = [
+        (check_batch(named, 2, replace(own, num_blocks=9999)), "it was checked for CacheGeometry"),
+        (check_batch(lens, 2, None), "it was checked for None, the runner has CacheGeometry"),
+        (check_batch(lens, 2, own), "no block_tables; without them a request is in scratch"),
+    ]
+    for checked, words in refused:
+        for call in (lambda b: llama(*inputs, batch=b), lambda b: llama.prepare(2, b)):
+            with pytest.raises(BatchError, match=words):
+                call(checked)
+    assert torch.equal(llama(*inputs, batch=named), wanted)
 
 
 def test_host_values_of_the_context_are_copies() -> None:

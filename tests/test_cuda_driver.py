@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 import struct
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import cuda
@@ -13,7 +15,11 @@ import torch
 from cuda import bindings
 from cuda.bindings import driver as real
 from fake_driver import INVALID, FakeBindings, FakeNode
+from model_helpers import make_context
 
+from pcgsvc.capture import stitch
+from pcgsvc.capture.recorded import RecordedComposer
+from pcgsvc.capture.sources import Boundary
 from pcgsvc.cuda_driver import (
     Composition,
     Driver,
@@ -22,6 +28,7 @@ from pcgsvc.cuda_driver import (
     UnpatchableError,
     find_driver,
 )
+from pcgsvc.ops.context import use_context
 
 Ran = list[tuple[Any, ...]]
 
@@ -278,3 +285,142 @@ def test_a_driver_that_is_missing_or_too_old_is_said(
     monkeypatch.delattr(cuda, "bindings")
     with pytest.raises(DriverError, match=r"cuda-bindings is not installed \(pip install"):
         find_driver()
+
+
+# ---- a stitched entry over the driver ------------------------------------------------------------
+
+
+class Composer(RecordedComposer):
+    """Joins graphs of a fake device, given as functions that replay them alone."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.segments: dict[Any, int] = {}
+
+    def compose(self, parts: Any) -> Any:
+        handles = [p if isinstance(p, Launch) else self.segments[p] for p in parts]
+        made = Composition(self._device.driver, handles)
+
+        def replay(*, patched: bool) -> None:
+            made.launch(7)
+
+        return SimpleNamespace(nodes=made.nodes, replay=replay)
+
+
+class Entry:
+    """Segments with planned boundaries between them, whose launches are drawn at each step."""
+
+    def __init__(self, rng: random.Random, count: int, *, alike: bool) -> None:
+        self.rng, self.alike, self.device = rng, alike, Device()
+        self.ran, self.composer = self.device.ran, Composer(self.device)
+        self.tensors = [torch.zeros(2) for _ in range(count)]
+        self.kernels = [(self.device.kernel, "qif")]
+        for codes in ("hqqq", "q", "iiq", ""):
+            self.load(codes)
+        self.known = 1
+        """How many of the kernels the plans use: the others are first met after the build."""
+        self.launches: list[list[Launch]] = []
+        self.draw()
+        self.parts: list[Any] = [self.segment(0)]
+        for at, tensor in enumerate(self.tensors):
+            self.parts += [self.boundary(at, tensor), self.segment(at + 1)]
+
+    def load(self, codes: str) -> None:
+        name = f"kernel {codes}"
+        found = self.device.fake.kernel(codes, lambda *args: self.ran.append((name, *args)))
+        self.kernels.append((found, codes))
+
+    def segment(self, at: int) -> Any:
+        def replay() -> None:
+            self.ran.append(("piece", at % 3))
+
+        self.composer.segments[replay] = self.device.pieces[at % 3]
+        return replay
+
+    def boundary(self, at: int, tensor: torch.Tensor) -> Boundary:
+        def eager() -> None:
+            for launch in self.plan(None, tensor):
+                if 0 not in launch.grid:
+                    self.device.driver.launch(launch, 7)
+
+        name = "op" if self.alike else f"op{at}"
+        return Boundary(
+            name=name,
+            step=eager,
+            run=eager,
+            args=[tensor],
+            kwargs={},
+            plan=self.plan,
+            why_not=None,
+        )
+
+    def plan(self, context: Any, x: torch.Tensor) -> list[Launch]:
+        (at,) = [at for at, tensor in enumerate(self.tensors) if tensor is x]
+        found = self.launches[0 if self.alike else at]
+        return [n._replace(args=tuple(x if a == "x" else a for a in n.args)) for n in found]
+
+    def draw(self) -> None:
+        """Have some boundaries launch other kernels, more of them, fewer, or none."""
+        self.launches = [
+            [self.launch() for _ in range(self.rng.choice([0, 1, 1, 2, 3]))] for _ in self.tensors
+        ]
+
+    def launch(self) -> Launch:
+        rng = self.rng
+        function, codes = rng.choice(self.kernels[: self.known])
+        drawn = {"f": [0.0, -0.0, 1.5], "q": [0, 1, 5, "x"]}
+        args: list[Any] = [rng.choice(drawn.get(code, [0, 1, 5])) for code in codes]
+        if args and rng.random() < 0.1:
+            args[-1] = ...
+        grid = (rng.choice([0, 1, 1, 2, 3]), 1, 1)
+        return Launch(function, grid, (32, 1, 1), rng.choice([0, 0, 64]), tuple(args))
+
+
+CALLS_OF_A_PATCH = (
+    "cuGraphCreate",
+    "cuGraphAddKernelNode",
+    "cuGraphInstantiate",
+    "cuGraphExecKernelNodeSetParams",
+    "cuGraphNodeSetEnabled",
+)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_random_steps_of_a_stitched_entry_launch_what_its_pieces_launch(alike: bool) -> None:
+    """Other kernels and parameter lists than at the build, none at some steps, calls that fail."""
+    fallbacks = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        entry = Entry(rng, rng.randint(1, 3), alike=alike)
+        with use_context(make_context(None, [2, 1])):
+            joined = stitch.join([], entry.parts, entry.composer, auto=False)
+            assert len(joined.steps) == 1
+            for _ in range(12):
+                entry.known = rng.randint(1, len(entry.kernels))
+                if rng.random() < 0.6:
+                    entry.draw()
+                entry.ran.clear()
+                for part in entry.parts:
+                    part.step() if isinstance(part, Boundary) else part()
+                wanted = repr(entry.ran)
+                entry.ran.clear()
+                fails = rng.choice(["", "", "", *CALLS_OF_A_PATCH])
+                entry.device.fake.fails = {fails: INVALID}
+                joined.steps[0]()
+                entry.device.fake.fails.clear()
+                assert repr(entry.ran) == wanted, seed
+        fallbacks += sum(joined.fallbacks.values())
+    assert fallbacks > 100
+
+
+def test_a_capture_whose_kernels_cannot_be_read_frees_its_graph() -> None:
+    device = Device()
+
+    def run() -> None:
+        device.fake.capture_on(7, "KERNEL")  # without parameters
+
+    before = len(device.fake.graphs)
+    with pytest.raises(AttributeError):
+        device.driver.capture(7, run)
+    gc.collect()
+    assert len(device.fake.graphs) == before

@@ -82,6 +82,17 @@ def test_without_attention_a_step_may_be_run_again(
         assert not runner.memory.buffers["x"][3:4].any()
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_what_lies_in_the_buffers_may_be_passed_to_a_call(
+    toys: tuple[pcgsvc.Runner, torch.nn.Module], count: int
+) -> None:
+    runner, module = toys
+    call = runner.prepare(4)
+    call.inputs["x"].copy_(rows(4))
+    given = call.inputs["x"][4 - count :]  # moved by a row, or as it is
+    torch.testing.assert_close(runner(given), plain(module, rows(4)[4 - count :]))
+
+
 def test_after_another_call_the_buffers_are_to_be_taken_back(
     toys: tuple[pcgsvc.Runner, torch.nn.Module],
 ) -> None:

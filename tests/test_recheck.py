@@ -43,8 +43,7 @@ def outcome(check: Any, *args: Any) -> Any:
 
 def full(batch: Batch, num_tokens: int, cache: CacheGeometry | None) -> CheckedBatch:
     checked = check_batch(batch, num_tokens, cache)
-    if batch.block_tables is None:
-        refuse_lost_context(checked)
+    refuse_lost_context(checked)
     return checked
 
 

@@ -15,6 +15,7 @@ from core_helpers import WIDTH, build, plain, rows, toy
 from torch import nn
 
 import pcgsvc
+from pcgsvc import torch_private
 from pcgsvc.errors import (
     PcgError,
     StaleAddressError,
@@ -170,6 +171,65 @@ def test_a_runner_is_not_called_by_an_op_of_its_own_call() -> None:
             del CALLED["runner"]
         x = rows(3)
         assert torch.equal(runner(x), (x + 1) * 3)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("done", ["closed", "given weights"])
+def test_a_runner_is_neither_closed_nor_loaded_by_an_op_of_its_own_call(
+    done: str, prepared: bool
+) -> None:
+    module = toy(1)
+    state = {name: value * 2 for name, value in module.state_dict().items()}
+    runner = build(module, sizes=[4])
+    uses: list[Any] = [runner.close if done == "closed" else lambda: runner.load_state_dict(state)]
+    entry = next(iter(runner.table.entries.values()))
+    steps, entry.steps = entry.steps, (lambda: [use() for use in uses], *entry.steps)
+    call: Any = runner.prepare(3).step if prepared else lambda: runner(rows(3))
+    with runner:
+        wanted = plain(module, rows(3))
+        with pytest.raises(PcgError, match=f"the runner was {done} by a splitting op of a call"):
+            call()
+        entry.steps = steps
+        uses.clear()
+        assert torch.allclose(runner(rows(3)), wanted)
+
+
+def test_an_interrupt_at_the_start_of_a_call_does_not_leave_it_running(
+    shared: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(enabled: bool) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    wanted = shared(rows(3))
+    monkeypatch.setattr(torch_private, "set_grad", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shared(rows(3))
+    assert torch.equal(shared(rows(3)), wanted)
+    assert torch.is_grad_enabled()
+
+
+def test_a_call_whose_copy_fails_leaves_no_rows_behind() -> None:
+    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    given = {"x": rows(3), "y": rows(3).double()}  # two dtypes: one is copied after the other
+    with build(forward, given, {"x": 0, "y": 0}, sizes=[4]) as runner:
+        runner(**given)
+        with pytest.raises(RuntimeError, match="it is gone"):
+            runner(rows(4), rows(4).double().as_subclass(Gone))
+        runner(**given)
+        assert not runner.memory.buffers["x"][3:].any()
+
+
+class Gone(torch.Tensor):
+    """Memory that cannot be copied from."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "copy_" in func.__name__:
+            raise RuntimeError("it is gone")
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_has_not_got(shared: pcgsvc.Runner) -> None:

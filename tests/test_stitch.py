@@ -510,6 +510,48 @@ def test_a_refused_patch_runs_that_step_as_pieces_and_sets_the_node_anew() -> No
     assert said == [("set", (1, 1, 1), (2,)), ("enable", True), ("replay", True)]
 
 
+def test_a_node_that_a_refused_patch_left_unknown_is_set_anew_though_it_is_left_out() -> None:
+    steps = Steps()
+    steps.launches = [steps.launch(1)]
+    joined = steps.join(NotingComposer())
+    steps.launches = [steps.launch(2)]
+    REFUSED.append(True)
+    step(joined)
+    REFUSED.clear()
+    steps.launches = []
+    assert step(joined) == [("set", (1, 1, 1), (1,)), ("enable", False), ("replay", True)]
+    steps.launches = [steps.launch(2)]
+    assert step(joined) == [("change", None, [(0, 2)]), ("enable", True), ("replay", True)]
+
+
+def test_launches_with_and_without_unnamed_parameters_are_not_told_by_what_differs() -> None:
+    steps = Steps()
+    steps.launches = [steps.launch(1, 2)]
+    joined = steps.join(NotingComposer())
+    for args in ((1, ...), (1, 2)):
+        steps.launches = [steps.launch(*args)]
+        assert step(joined) == [("set", (1, 1, 1), args), ("replay", True)]
+
+
+def test_an_interrupt_while_joining_anew_leaves_what_was_joined() -> None:
+    steps, composer = Steps(), NotingComposer()
+    joined = steps.join(composer)
+    compose, few = composer.compose, steps.launches
+
+    def interrupted(parts: Any) -> Any:
+        raise KeyboardInterrupt
+
+    composer.compose = interrupted  # type: ignore[method-assign]
+    steps.launches = many = [steps.launch(1), steps.launch(2)]
+    with pytest.raises(KeyboardInterrupt):
+        step(joined)
+    composer.compose = compose  # type: ignore[method-assign]
+    steps.launches = few
+    assert step(joined) == [("replay", False)]
+    steps.launches = many
+    assert [said[0] for said in step(joined)] == ["compose", "replay"]
+
+
 def test_a_device_that_refuses_to_join_anew_leaves_what_was_joined() -> None:
     steps, composer = Steps(), NotingComposer()
     joined = steps.join(composer)

@@ -269,7 +269,8 @@ class Source:
         if before is not None and _same(before, launches):
             self._now = before
             return False
-        for at, launch in enumerate(launches):
+        spare = self.slots[len(launches) :] if before is None else []
+        for at, launch in enumerate([*launches, *spare]):
             self._set(at, launch, None if before is None else self.slots[at])
             self.slots[at] = launch
         for at in range(len(self.slots)):
@@ -296,7 +297,12 @@ class Source:
 def _alike(a: Launch, b: Launch) -> bool:
     """Whether two launches differ in grid and arguments alone."""
     same = a.function == b.function and a.block == b.block and a.shared == b.shared
-    return same and len(a.args) == len(b.args)
+    return same and len(a.args) == len(b.args) and _is_open(a) == _is_open(b)
+
+
+def _is_open(launch: Launch) -> bool:
+    """Whether its last parameters are zero without being named."""
+    return bool(launch.args) and launch.args[-1] is ...
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -73,7 +73,10 @@ class Stitched:
                     launches.append(found)
                     if source.is_captured:
                         ran[id(source.first)] = partial(self.composer.launch, found)
-            if any(len(n) > len(s.slots) for s, n in zip(self._asked, launches, strict=True)):
+            pairs = zip(self._asked, launches, strict=True)
+            more = [asked for asked, found in pairs if len(found) > len(asked.slots)]
+            if more:
+                source = more[0]
                 self._grow(launches)
             patched = False
             for source, found in zip(self._asked, launches, strict=True):
@@ -123,7 +126,7 @@ class Stitched:
                 source.slots = list(found)
         try:
             self._composed = self._compose()
-        except DriverError:
+        except BaseException:
             for source, slots in zip(self._asked, before, strict=True):
                 source.slots = slots
             raise

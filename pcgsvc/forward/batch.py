@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pcgsvc.errors import BatchError
+from pcgsvc.forward.host_values import Ints, host_ints, host_lengths
 from pcgsvc.ops.attention import NULL_BLOCK, AttentionBackend
 from pcgsvc.ops.context import ForwardContext
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(kw_only=True)
@@ -43,31 +42,6 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedBatch:
-    """A batch that has been found to fit; what the buffers are filled from.
-
-    Its arrays are its own and cannot be written to.
-    """
-
-    query_lens: list[int]
-    seq_lens: list[int]
-    num_tokens: int
-    owners: Ints
-    """Request of each row."""
-    positions: Ints
-    """Position of each row in its request."""
-    block_tables: Ints | None
-    slot_mapping: Ints | None
-    extras: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        """Make sure that a batch which is used again has the content that it had."""
-        for array in (self.owners, self.positions, self.block_tables, self.slot_mapping):
-            if array is not None:
-                array.setflags(write=False)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CacheGeometry:
     """Where a runner's KV cache may be written."""
 
@@ -86,6 +60,28 @@ class CacheGeometry:
     def blocks_per_request(self) -> int:
         """Width of the block tables."""
         return -(-self.max_model_len // self.block_size)
+
+
+class CheckedBatch(NamedTuple):
+    """A batch that has been found to fit; what the buffers are filled from.
+
+    What it holds is its own and cannot be written to, extras aside.
+    """
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    num_tokens: int
+    owners: Ints
+    """Request of each row."""
+    positions: Ints
+    """Position of each row in its request."""
+    block_tables: Ints | None
+    slot_mapping: Ints | None
+    extras: Mapping[str, Any]
+    cache: CacheGeometry | None
+    """What it was checked for."""
+    is_scratch: bool
+    """Whether no block tables were given."""
 
 
 def check_batch(
@@ -110,7 +106,7 @@ def check_batch(
         batch = Batch(query_lens=[num_tokens])
     if not isinstance(batch, Batch):
         raise BatchError(f"batch: got {type(batch).__name__}, a pcgsvc.Batch is needed.")
-    query_lens = _lengths("query_lens", batch.query_lens)
+    query_lens = host_lengths("query_lens", batch.query_lens)
     if sum(query_lens) != num_tokens:
         raise BatchError(
             f"batch.query_lens: got {query_lens}, {sum(query_lens)} rows in all, but the inputs "
@@ -118,7 +114,7 @@ def check_batch(
         )
     seq_lens = query_lens
     if batch.seq_lens is not None:
-        seq_lens = _lengths("seq_lens", batch.seq_lens)
+        seq_lens = host_lengths("seq_lens", batch.seq_lens)
         if len(seq_lens) != len(query_lens) or any(map(operator.lt, seq_lens, query_lens)):
             raise BatchError(
                 f"batch.seq_lens: got {seq_lens} with query_lens {query_lens}; one length per "
@@ -134,15 +130,20 @@ def check_batch(
             slots = tables[owners, positions // size] * size + positions % size
         if batch.block_tables is not None and not for_timing:
             check_distinct(slots, cache)
+    for array in (owners, positions, tables, slots):
+        if array is not None:
+            array.setflags(write=False)
     return CheckedBatch(
-        query_lens=query_lens,
-        seq_lens=seq_lens,
+        query_lens=tuple(query_lens),
+        seq_lens=tuple(seq_lens),
         num_tokens=num_tokens,
         owners=owners,
         positions=positions,
         block_tables=tables,
         slot_mapping=slots,
         extras=batch.extras,
+        cache=cache,
+        is_scratch=batch.block_tables is None,
     )
 
 
@@ -151,32 +152,21 @@ def refuse_lost_context(batch: CheckedBatch) -> None:
 
     Not a part of `check_batch`: verification times and compares such steps over scratch blocks.
     """
-    if batch.block_tables is not None and batch.seq_lens != batch.query_lens:
+    if batch.is_scratch and batch.seq_lens != batch.query_lens and batch.cache is not None:
         raise BatchError(
-            f"batch.seq_lens: got {batch.seq_lens} with query_lens {batch.query_lens} and no "
+            f"batch.seq_lens: got {[*batch.seq_lens]} with query_lens {[*batch.query_lens]} and no "
             "block_tables; without them a request is in scratch blocks, which hold nothing of "
             "its earlier tokens. Pass the blocks that they were written to."
         )
 
 
-def _lengths(name: str, given: Any) -> list[int]:
-    if isinstance(given, torch.Tensor) and given.is_meta:
-        raise BatchError(f"batch.{name}: got a tensor on the meta device, which has no values.")
-    values = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray)) else given
-    if type(values) is list and set(map(type, values)) == {int} and min(values) > 0:
-        return values.copy()
-    if not isinstance(values, Iterable):
-        raise BatchError(f"batch.{name}: got {given!r}, a list of lengths is needed.")
-    values = list(values)
-    if not values:
-        raise BatchError(f"batch.{name}: got an empty list; at least one request is needed.")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise BatchError(
-                f"batch.{name}: got {value!r} among {values}; a length is a whole number, at "
-                "least 1."
-            )
-    return [int(v) for v in values]
+def refuse_other_runner(batch: CheckedBatch, cache: CacheGeometry | None) -> None:
+    """Refuse a batch that was checked for another KV cache: nothing in it is known to fit."""
+    if batch.cache is not cache and batch.cache != cache:
+        raise BatchError(
+            f"batch: it was checked for {batch.cache}, the runner has {cache}. Pass the Batch "
+            "itself, or check it for this runner."
+        )
 
 
 def _check_tables(
@@ -225,34 +215,6 @@ def check_distinct(slots: Ints, cache: CacheGeometry) -> None:
         f"batch: two rows write KV slot {twice[0]} (block {block}, offset {offset}). Requests "
         "may share blocks that they only read; give each its own for the new tokens."
     )
-
-
-def host_ints(name: str, given: Any, dims: int) -> Ints:
-    """Return whole numbers of `dims` dimensions that a field of a batch was given as.
-
-    Raises:
-        BatchError: they are something else, or on a device.
-    """
-    if isinstance(given, torch.Tensor) and given.device.type != "cpu":
-        raise BatchError(
-            f"batch.{name}: got a tensor on {given.device}; pass host values, which the runner "
-            "copies without making the host wait."
-        )
-    try:
-        values = np.asarray(given)
-    except ValueError:  # ragged rows
-        if not all(isinstance(row, Sequence) for row in given):
-            raise BatchError(
-                f"batch.{name}: got {given!r}; one list per request is needed."
-            ) from None
-        width = max(len(row) for row in given)
-        values = np.asarray([[*row, *([0] * (width - len(row)))] for row in given])
-    if values.ndim != dims or values.dtype.kind not in "iu" or not values.size:
-        raise BatchError(
-            f"batch.{name}: got shape {values.shape} of {values.dtype}; {dims} dimension(s) of "
-            "whole numbers are needed."
-        )
-    return values.astype(np.int64, copy=False)
 
 
 def _check_blocks(
@@ -338,8 +300,9 @@ class StepBuffers:
         self._flat = self._device.numpy() if is_host else np.zeros(total, np.int32)
         self._fields = np.split(self._flat, np.cumsum(sizes))
         self._fields[-1] = self._fields[-1].reshape(max_reqs + 1, blocks_per_request)
-        self._layout: tuple[int, list[int]] = 0, []
-        """The padded size and the query lengths that were filled in last."""
+        self._layout: tuple[int, tuple[int, ...]] = 0, ()
+        """The padded size and the query lengths that were filled in last; of no step while some of
+        them are."""
         self._tables: Ints | None = None
         """The block tables that were; they cannot be written to."""
 
@@ -354,12 +317,13 @@ class StepBuffers:
         true, reqs = batch.num_tokens, len(batch.query_lens)
         if self._layout != (padded_tokens, batch.query_lens):
             self._write_layout(batch, padded_tokens)
-        np.add(batch.positions, 1, out=kv_lens[:true], casting="unsafe")
         seqs[:reqs] = batch.seq_lens
+        kv_lens[:true] = seqs[:reqs] if reqs == true else batch.positions + 1
         if batch.slot_mapping is not None:
             slots[:true] = batch.slot_mapping
-        used, given = self._table_start, batch.block_tables
-        if given is not None and given is not self._tables:
+        used, given, before = self._table_start, batch.block_tables, self._tables
+        self._tables = None
+        if given is not None and given is not before:
             width = min(given.shape[1], self._width)
             tables[:reqs, :width] = given[:, :width]
             used += reqs * self._width
@@ -371,6 +335,7 @@ class StepBuffers:
         """Write what the query lengths and the padded size decide."""
         num, slots, owner, kv_lens, starts, seqs, _ = self._fields
         true, reqs = batch.num_tokens, len(batch.query_lens)
+        self._layout = 0, ()
         num[0] = true
         owner[:true] = batch.owners
         owner[true:padded_tokens] = self.max_reqs
@@ -378,7 +343,7 @@ class StepBuffers:
         starts[1 : reqs + 1] = list(itertools.accumulate(batch.query_lens))
         starts[reqs + 1 :] = true
         seqs[reqs:] = 0
-        self._layout = padded_tokens, batch.query_lens.copy()
+        self._layout = padded_tokens, batch.query_lens
 
     def context(
         self,
@@ -439,6 +404,6 @@ class _Staging:
             pinned = self._pinned[self._at : self._at + count]
             views = self._views[self._at, count] = pinned.numpy(), pinned, self._target[:count]
         host, pinned, target = views
+        self._at += count
         host[:] = source
         target.copy_(pinned, non_blocking=True)
-        self._at += count

@@ -38,9 +38,6 @@ class _Step(NamedTuple):
     """The step whose metadata is in the buffers."""
 
     batch: CheckedBatch
-    query_lens: list[int]
-    seq_lens: list[int]
-    """Copies of the batch's."""
     kind: tuple[int, int | None, bool]
     context: ForwardContext
 
@@ -109,12 +106,15 @@ class Workspace:
 
     def copy_in(self, values: Sequence[torch.Tensor], load: Load) -> None:
         """Copy inputs, in the order of the specs, where `plan_load` said."""
+        padded = self._padded
+        if load is not padded:
+            self._padded = None  # until all of it is there
         if load.at_once:
             torch_private.copy_all(load.targets, values)
         else:
             for target, value in zip(load.targets, values, strict=True):
                 target.copy_(value, non_blocking=True)
-        if load is not self._padded:
+        if load is not padded:
             self.pad(load)
 
     def pad(self, load: Load) -> None:
@@ -153,13 +153,7 @@ class Workspace:
         Nothing is done anew for the same batch twice in a row, where no attention plans.
         """
         last, kind = self._step, (size, uniform_query_len, in_full_graph)
-        if (
-            last is not None
-            and last.batch is batch
-            and last.kind == kind
-            and last.seq_lens == batch.seq_lens
-            and last.query_lens == batch.query_lens
-        ):
+        if last is not None and last.batch is batch and last.kind == kind:
             return last.context
         self._step = None
         self.step.fill(batch, size)
@@ -167,8 +161,7 @@ class Workspace:
             batch, size, self.attention, uniform_query_len, in_full_graph=in_full_graph
         )
         if not self._plans:
-            lens = batch.query_lens.copy(), batch.seq_lens.copy()
-            self._step = _Step(batch, *lens, kind, context)
+            self._step = _Step(batch, kind, context)
         return self._planned(context)
 
     def unpadded_context(self, batch: CheckedBatch) -> ForwardContext:

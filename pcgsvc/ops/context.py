@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -78,8 +78,8 @@ class ForwardContext:
         *,
         padded_tokens: int,
         num_tokens: int,
-        query_lens: list[int],
-        seq_lens_host: list[int],
+        query_lens: Sequence[int],
+        seq_lens_host: Sequence[int],
         slot_mapping: torch.Tensor,
         token_to_req: torch.Tensor,
         kv_lens: torch.Tensor,
@@ -137,13 +137,13 @@ class ForwardContext:
     def query_lens(self) -> list[int]:
         """New tokens of each request, in row order; a copy, like the next two."""
         self._host("query_lens")
-        return self._query_lens.copy()
+        return list(self._query_lens)
 
     @property
     def seq_lens_host(self) -> list[int]:
         """Length of each request after this step."""
         self._host("seq_lens_host")
-        return self._seq_lens.copy()
+        return list(self._seq_lens)
 
     @property
     def block_tables_host(self) -> Any:

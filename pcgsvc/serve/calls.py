@@ -19,7 +19,13 @@ from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import EntryKey
 from pcgsvc.config import Config, Outputs
 from pcgsvc.errors import BatchError, PcgError
-from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
+from pcgsvc.forward.batch import (
+    Batch,
+    CheckedBatch,
+    check_batch,
+    refuse_lost_context,
+    refuse_other_runner,
+)
 from pcgsvc.forward.recheck import BatchChecker
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import ForwardContext, reset_context, set_context, use_context
@@ -33,6 +39,8 @@ from pcgsvc.serve.streams import CallOrder
 from pcgsvc.serve.weights import LoadedState, Weights
 
 logger = logging.getLogger(__name__)
+
+_BUILD_ANOTHER = "Build another runner for the inner model."
 
 
 class Calls:
@@ -62,8 +70,8 @@ class Calls:
         static = memory.static_tensors if config.debug.check_addresses else None
         self.weights = Weights(model.module, memory.tensors, static)
         self._batches = BatchChecker(memory.geometry)
-        self._served: tuple[CheckedBatch | None, Route | None] = None, None
-        """The last call's batch, and what serves it."""
+        self._served: tuple[tuple[int, ...] | None, Route | None] = None, None
+        """The query lengths of the last batch, and what serves such."""
         self._without_batch: dict[int, tuple[CheckedBatch, Route]] = {}
         """The same for calls without a batch, by row count."""
         self._routes: dict[tuple[int, bool], Route] = {}
@@ -80,9 +88,12 @@ class Calls:
         self.order = None if memory.stream is None else CallOrder(memory.stream)
         self.prepared: object = None
         """The prepared call that has the buffers; each other call takes them."""
+        self.lends = False
+        """Whether a prepared call has ever shown them to the caller."""
 
     def close(self) -> None:
         """Wait for the last call, and let go of all but the counts."""
+        self.refuse_nested("closed", "Close it after the call.")
         self.is_closed = True
         if self.order is not None:
             self.order.synchronize()
@@ -124,10 +135,11 @@ class Calls:
         """Make a call under the lock, not inside another, without gradients; tell listeners."""
         with self.lock:
             self.refuse_nested()
-            self._running, grad = True, torch.is_grad_enabled()
-            if grad:
-                torch_private.set_grad(False)
+            grad = torch.is_grad_enabled()
             try:
+                self._running = True
+                if grad:
+                    torch_private.set_grad(False)
                 if self.counts.listeners:
                     return self.counts.timed(call, *args)
                 return call(*args)
@@ -136,12 +148,12 @@ class Calls:
                 if grad:
                     torch_private.set_grad(True)
 
-    def refuse_nested(self) -> None:
+    def refuse_nested(self, done: str = "called", instead: str = _BUILD_ANOTHER) -> None:
         """Raise PcgError if a splitting op of a call is calling; used under the lock."""
         if self._running:
             raise PcgError(
-                "the runner was called by a splitting op of a call that it is still busy with; "
-                "both would use the same buffers. Build another runner for the inner model."
+                f"the runner was {done} by a splitting op of a call that it is still busy with; "
+                f"both would use the same buffers. {instead}"
             )
 
     def apart(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -190,6 +202,7 @@ class Calls:
     def load(self, state: Mapping[str, Any], *, strict: bool) -> LoadedState:
         """Write new weights, after the last call; see `Runner.load_state_dict`."""
         self.ensure_open()
+        self.refuse_nested("given weights", "Load them between two calls.")
         loaded: LoadedState = self.apart(lambda: self.weights.load(state, strict=strict))
         return loaded
 
@@ -213,8 +226,11 @@ class Calls:
             batch = self._batches.check(batch, num_tokens)
         elif batch.num_tokens != num_tokens:
             raise BatchError(f"batch: of {batch.num_tokens} rows; the inputs have {num_tokens}.")
-        if self._served[0] is not batch:
-            self._served = batch, self.route_of(batch)
+        else:
+            refuse_other_runner(batch, self.memory.geometry)
+            refuse_lost_context(batch)
+        if self._served[0] is not batch.query_lens:
+            self._served = batch.query_lens, self.route_of(batch)
         return batch, self._served[1]
 
     def route_of(self, batch: CheckedBatch) -> Route | None:
@@ -242,7 +258,8 @@ class Calls:
         unlike: str | None,
     ) -> Any:
         if route is not None and unlike is None:
-            self.memory.copy_in(values, route.load)
+            given = self._inputs.apart(values) if self.lends else values
+            self.memory.copy_in(given, route.load)
             context = self.context(batch, route) if self.model.reads_metadata else None
             self.replay(route, context)
             results = route.results.copy()

@@ -96,7 +96,7 @@ class DispatchTable:
 
     def is_uniform(self, query_lens: Sequence[int]) -> bool:
         """Whether every request has exactly the uniform number of new tokens."""
-        return list(query_lens).count(self._query_len) == len(query_lens)
+        return query_lens.count(self._query_len) == len(query_lens)
 
     def find(self, num_tokens: int, num_reqs: int, uniform: bool) -> EntryKey | None:
         """Return the entry that serves a batch, or None."""

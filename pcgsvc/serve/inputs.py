@@ -43,7 +43,8 @@ class InputBinder:
             if (
                 type(value) is torch.Tensor
                 and value.dtype is self._dtypes[at]
-                and not value.is_meta
+                and value.layout is torch.strided
+                and not (value.is_meta or value.is_nested)
             ):
                 rows = self._shapes[at].get(value.shape)
                 if rows is not None and (num_tokens == rows or num_tokens == -1):
@@ -55,6 +56,14 @@ class InputBinder:
                 self._shapes[at][value.shape] = num_tokens
         return args, num_tokens
 
+    def apart(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return inputs with clones of those that lie in the runner's buffers.
+
+        Other rows of a buffer than those that they are copied to would be written meanwhile.
+        """
+        own = {b.untyped_storage().data_ptr() for b in self._memory.buffers.values()}
+        return [v.clone() if v.untyped_storage().data_ptr() in own else v for v in values]
+
 
 def _check_input(spec: InputSpec, buffer: torch.Tensor, value: Any, num_tokens: int) -> int:
     """Return the row count after checking one input against its buffer."""
@@ -64,6 +73,9 @@ def _check_input(spec: InputSpec, buffer: torch.Tensor, value: Any, num_tokens: 
         raise BatchError(f"{spec.name}: got {got}, a tensor of {buffer.dtype} is needed.")
     if value.is_meta:
         raise BatchError(f"{spec.name}: got a tensor on the meta device, which has no values.")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise BatchError(f"{spec.name}: got a {kind} tensor, a dense one is needed.")
     shape, wanted = list(value.shape), list(buffer.shape)
     rows = num_tokens
     if dims and dims[0] < len(shape):

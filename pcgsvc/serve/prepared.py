@@ -49,7 +49,7 @@ class PreparedCall:
                 raise UncoveredError(
                     f"prepare: no graph serves {num_tokens} rows in {reqs} requests: {why}."
                 )
-            targets = route.load.targets
+            targets, calls.lends = route.load.targets, True
             names = [spec.name for spec in calls.memory.inputs]
             self.inputs: dict[str, torch.Tensor] = dict(zip(names, targets, strict=True))
             """The input buffers' true rows, by argument name; padding rows are zero."""

@@ -46,9 +46,10 @@ class CallOrder:
         if raw != self.raw or self.is_external:
             if not self.is_external:
                 self._event.record(self._stream)
-            self._stream, self.raw = torch.cuda.current_stream(self.index), raw
-            self._stream.wait_event(self._event)
-            self.is_external = torch_private.is_external_stream(self._stream)
+            stream = torch.cuda.current_stream(self.index)
+            stream.wait_event(self._event)
+            self.is_external = torch_private.is_external_stream(stream)
+            self._stream, self.raw = stream, raw
 
     def leave(self) -> None:
         """Note the end of a call's work."""

@@ -40,6 +40,12 @@ def blank(out, first, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(out + at, tl.zeros([WIDTH], tl.float32))
 
 
+@triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
+def flat(x, out, total, factor, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, at < count) * factor + total, at < count)
+
+
 Call = tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, int]]
 
 
@@ -152,10 +158,49 @@ def random_batch(rng: random.Random, most: int) -> pcgsvc.Batch:
     return pcgsvc.Batch(query_lens=lens)
 
 
+def specialised_kernels(x: torch.Tensor, out: torch.Tensor) -> list[Call]:
+    """Return what `specialised` launches: Triton compiles `flat` anew for some counts.
+
+    A build's sizes give counts that 16 does not divide. Odd rows give others, which have a function
+    of their own; so has a count of 1, which then is no parameter.
+    """
+    rows, total = pcgsvc.current_context().num_tokens, sum(pcgsvc.current_context().seq_lens_host)
+    count = 1 if rows == 2 else rows * WIDTH - 1 + rows % 2
+    zeros: Call = (blank, (x.shape[0], 1, 1), (out, 0, WIDTH), {})
+    return [zeros, (flat, (-(-count // 128), 1, 1), (x, out, total, 0.5, count, 128), {})]
+
+
+def plan_specialised(
+    context: pcgsvc.ForwardContext, x: torch.Tensor, out: torch.Tensor
+) -> Sequence[Launch | None]:
+    """Describe them."""
+    calls = specialised_kernels(x, out)
+    found = [triton_launch(k, grid, *args, **more) for k, grid, args, more in calls]
+    MET.update(launch.function for launch in found if launch is not None)
+    return found
+
+
+@pcgsvc.splitting_op(
+    "stitchtest::specialised",
+    mutates_args=("out",),
+    zeroes_padding=True,
+    plan_launches=plan_specialised,
+)
+def specialised(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Launch them."""
+    for kernel, grid, args, more in specialised_kernels(x, out):
+        kernel[grid](*args, **more)
+
+
+MET: set[int] = set()
+"""The functions in the plans of `specialised`."""
+
+
 @pytest.fixture(autouse=True)
 def nothing_pending() -> Iterator[None]:
     yield
     RAN.clear()
+    MET.clear()
     gc.collect()
     torch.cuda.synchronize()
 
@@ -256,6 +301,20 @@ def test_a_prepared_step_is_that_of_its_update_whatever_the_caller_writes_since(
             mine[:] = [1, 1]
             got = prepared.step().clone()
             assert torch.equal(got, joined(x, batch=pcgsvc.Batch(query_lens=lens)))
+
+
+def test_a_specialisation_first_met_after_the_build_is_patched_in() -> None:
+    """Functions that are loaded after the executable was made, one with fewer parameters."""
+    ops = ["specialised"] * 3
+    with build(ops, "stitched") as joined, build(ops, "pieces") as pieces:
+        assert stitched(joined) == [1, 1, 1]
+        built = set(MET)
+        for rows in (4, 3, 2, 8, 2, 1, 32, 7, 2):
+            x = torch.randn(rows, WIDTH, device="cuda")
+            got = joined(x)
+            assert torch.equal(got, pieces(x)), rows
+        assert MET - built
+        assert not any(e.joined.fallbacks for e in joined.table.entries.values() if e.joined)
 
 
 def test_patches_leave_queued_launches_alone() -> None:
