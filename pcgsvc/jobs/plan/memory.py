@@ -11,15 +11,16 @@ allocates inside a full graph always from the latter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from pcgsvc import torch_private
 from pcgsvc.capture.plan import BatchDescriptor
 from pcgsvc.config import Config, Graphs, Mode
+from pcgsvc.config.devices import dtype_of
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.jobs.plan.lifetimes import Lifetimes
 from pcgsvc.jobs.plan.pool import Event, Pool
@@ -35,8 +36,7 @@ EventsOf = Callable[[int, bool], Iterable[Event]]
 """(rows, full) -> what one run allocates and frees."""
 
 
-@dataclass(kw_only=True)
-class Item:
+class Item(NamedTuple):
     """One line of an estimate."""
 
     name: str
@@ -55,7 +55,7 @@ class MemoryEstimate:
 
     def add(self, name: str, num_bytes: int, method: str) -> None:
         """Add a line."""
-        self.items.append(Item(name=name, num_bytes=num_bytes, method=method))
+        self.items.append(Item(name, num_bytes, method))
 
     def note(self, text: str) -> None:
         """Add a note, once."""
@@ -106,7 +106,6 @@ def graph_memory(
     workspace: Workspace,
     entries: Sequence[Key],
     events_of: EventsOf,
-    like: torch.Tensor,
     fused: bool,
 ) -> None:
     """Add the graph pool.
@@ -117,12 +116,12 @@ def graph_memory(
         workspace: without memory.
         entries: what would be captured, in order.
         events_of: what one run of the program does.
-        like: any tensor of the model's device and dtype.
         fused: whether the events leave out what Inductor would fuse.
     """
     if config.capture.graphs is Graphs.OFF or not entries:
         return
     pool, taken = Pool(), 0
+    like = torch.empty(0, dtype=dtype_of(config), device=workspace.device)
     for mode, descriptor in entries:
         events = list(events_of(descriptor.num_tokens, mode is Mode.FULL))
         if mode is Mode.FULL:
@@ -194,14 +193,3 @@ def bridge_memory(estimate: MemoryEstimate, lifetimes: Lifetimes, entries: Seque
     total = sum(lifetimes.bridge_bytes(rows) for rows in sizes)
     if total:
         estimate.add("bridges", total, "one copy per entry of what splitting ops return")
-
-
-def as_json(estimate: MemoryEstimate) -> Mapping[str, Any]:
-    """Return the estimate as JSON types."""
-    return {
-        "total_bytes": estimate.total,
-        "items": [
-            {"name": i.name, "bytes": i.num_bytes, "method": i.method} for i in estimate.items
-        ],
-        "notes": list(estimate.notes),
-    }
