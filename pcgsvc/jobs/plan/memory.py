@@ -21,10 +21,11 @@ from pcgsvc import torch_private
 from pcgsvc.capture.plan import BatchDescriptor
 from pcgsvc.config import Config, Graphs, Mode
 from pcgsvc.config.devices import dtype_of
+from pcgsvc.forward.plain import words_of
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.jobs.plan.lifetimes import Lifetimes
 from pcgsvc.jobs.plan.pool import Event, Pool
-from pcgsvc.jobs.plan.request import CacheOnly, first_line
+from pcgsvc.jobs.plan.request import CacheOnly
 from pcgsvc.jobs.plan.tracked import attention_events, shape_context
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.context import ForwardContext
@@ -175,8 +176,7 @@ def _with_attention(
     try:
         own = attention_events(backend, context, like)
     except Exception as error:  # noqa: BLE001 - a kernel may do anything
-        why = f"{type(error).__name__}: {first_line(error)[:120]}"
-        name = type(backend).__name__
+        name, why = type(backend).__name__, words_of(error)[:140]
         estimate.note(f"what {name} {missing}: it cannot run without memory ({why})")
         return events
     out: list[Event] = []

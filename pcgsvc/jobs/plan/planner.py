@@ -22,13 +22,14 @@ from pcgsvc.config.devices import is_here
 from pcgsvc.errors import PcgError
 from pcgsvc.events import Phases, Progress
 from pcgsvc.forward.objects import tensors_of
+from pcgsvc.forward.plain import words_of
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Planned, Request, attention_of, make_workspace
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.jobs.plan.lifetimes import Lifetimes
 from pcgsvc.jobs.plan.memory import MemoryEstimate, bridge_memory, graph_memory, static_memory
 from pcgsvc.jobs.plan.pool import Event
-from pcgsvc.jobs.plan.request import first_line, plan_request
+from pcgsvc.jobs.plan.request import plan_request
 from pcgsvc.jobs.plan.tracked import forward_events, shape_context
 from pcgsvc.ops.modes import Resolution, resolve_mode
 from pcgsvc.ops.registry import find_spec
@@ -231,7 +232,7 @@ def _untraced(request: Request, planned: Planned, phases: Phases) -> Plan:
     except PcgError:
         raise
     except Exception as error:  # noqa: BLE001 - a forward may do anything
-        why = f"its forward reads values: {type(error).__name__}: {first_line(error)}"
+        why = f"its forward reads values: {words_of(error)}"
     again = plan_request(request.config, phases.progress, real=why)  # resolved already
     request = replace(again, sizes=request.sizes, warnings=request.warnings)
     assert request.planned is not None
