@@ -111,7 +111,7 @@ def weigh(rows: Sequence[Row]) -> list[Job]:
         found = {at: _cost(facts, limit, plain) for at, facts in members}
         known = {at: c.objectives for at, c in found.items() if rows[at].ok and c.objectives}
         for at, cost in found.items():
-            costs[at] = replace(cost, front=at in known and _is_best(known[at], known.values()))
+            costs[at] = replace(cost, front=at in known and is_best(known[at], known.values()))
     return [Job(row, costs.get(at)) for at, row in enumerate(rows)]
 
 
@@ -167,7 +167,8 @@ def _served(batches: _Batches) -> float | None:
     return sum(step is not None for _, step in batches) / len(batches) if batches else None
 
 
-def _is_best(point: tuple[float, float], points: Iterable[tuple[float, float]]) -> bool:
+def is_best(point: Sequence[float], points: Iterable[Sequence[float]]) -> bool:
+    """Whether no other point is as good in all costs and better in one."""
     return not any(
         other != point and all(a <= b for a, b in zip(other, point, strict=True))
         for other in points

@@ -182,23 +182,19 @@ def compiler_of(request: Request) -> str:
 
 
 def _device(request: Request) -> str:
+    """Return the device as people name it."""
     planned = request.planned
     if planned is not None and planned.target != request.device:
         return f"{planned.target} (planned for; not on this machine)"
-    return device_words(request.device)
+    if request.device.type == "cuda":
+        return f"{request.device} ({torch.cuda.get_device_name(request.device)})"
+    return str(request.device)
 
 
 def chosen(plan: SizePlan) -> dict[str, Any]:
     """Return how capture sizes were chosen, without the curve that `job=sizes` writes."""
     tree = plan.as_json()
     return {k: v for k, v in tree.items() if k not in ("curve", "others")}
-
-
-def device_words(device: torch.device) -> str:
-    """Return the device as people name it."""
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return str(device)
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.build.probe import probe_forward
 from pcgsvc.build.stages import split, trace_forward
-from pcgsvc.capture.plan import CapturePlan, EntryKey, plan_capture, support_of
+from pcgsvc.capture.plan import CapturePlan, plan_capture, support_of
 from pcgsvc.config import Compiler, Config, Graphs, Mode, Strategy
 from pcgsvc.config.devices import is_here
 from pcgsvc.errors import PcgError
@@ -71,11 +71,6 @@ class Plan:
     """`strategy=breakable` with Inductor: the submodules that would be compiled."""
 
     @property
-    def entries(self) -> list[EntryKey]:
-        """What would be captured, in order."""
-        return self.capture.entries
-
-    @property
     def skipped(self) -> dict[int, str]:
         """Sizes that the graph is not valid for, with the reason."""
         return {key[1].num_tokens: reason for key, reason in self.capture.invalid}
@@ -85,7 +80,7 @@ class Plan:
         regions = self.image.count(Kind.REGION)
         found: dict[str, dict[str, int]] = {}
         for mode, each in ((Mode.PIECEWISE, regions), (Mode.FULL, 1)):
-            count = sum(m is mode for m, _ in self.entries)
+            count = sum(m is mode for m, _ in self.capture.entries)
             if count:
                 found[mode.value] = {"entries": count, "per_entry": each, "graphs": count * each}
         return found
@@ -193,8 +188,8 @@ def _traced(request: Request, planned: Planned, phases: Phases) -> Plan:
             opaque_ops=recorded,
         )
         static_memory(done.memory, workspace)
-        bridge_memory(done.memory, lifetimes, done.entries)
-        graph_memory(done.memory, config, workspace, done.entries, lifetimes.events, fused)
+        bridge_memory(done.memory, lifetimes, done.capture.entries)
+        graph_memory(done.memory, config, workspace, done.capture.entries, lifetimes.events, fused)
     return done
 
 
@@ -268,7 +263,7 @@ def _probed(request: Request, planned: Planned, phases: Phases) -> Plan:
             done.memory,
             config,
             memory,
-            done.entries,
+            done.capture.entries,
             lambda rows, full: events_at(rows),
             fused=False,
         )

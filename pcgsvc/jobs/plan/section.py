@@ -69,7 +69,7 @@ def plan_section(plan: Plan) -> dict[str, Any]:
         "graphs": {
             "num_graphs": sum(g["graphs"] for g in graphs.values()),
             "by_mode": graphs,
-            "sizes": sorted({d.num_tokens for _, d in plan.entries}),
+            "sizes": sorted({d.num_tokens for _, d in plan.capture.entries}),
             "skipped": [{"size": s, "reason": r} for s, r in sorted(plan.skipped.items())],
         },
         "support": [{**row, "meaning": _MEANING[row["support"]]} for row in plan.support()],
