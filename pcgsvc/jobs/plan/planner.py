@@ -27,7 +27,7 @@ from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Planned, Request, attention_of, make_workspace
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.jobs.plan.lifetimes import Lifetimes
-from pcgsvc.jobs.plan.memory import MemoryEstimate, bridge_memory, graph_memory, static_memory
+from pcgsvc.jobs.plan.memory import MemoryEstimate
 from pcgsvc.jobs.plan.pool import Event
 from pcgsvc.jobs.plan.request import plan_request
 from pcgsvc.jobs.plan.tracked import forward_events, shape_context
@@ -187,9 +187,9 @@ def _traced(request: Request, planned: Planned, phases: Phases) -> Plan:
             results_only=fused and recorded,
             opaque_ops=recorded,
         )
-        static_memory(done.memory, workspace)
-        bridge_memory(done.memory, lifetimes, done.capture.entries)
-        graph_memory(done.memory, config, workspace, done.capture.entries, lifetimes.events, fused)
+        done.memory.add_static()
+        done.memory.add_bridges(lifetimes)
+        done.memory.add_pool(lifetimes.events, fused=fused)
     return done
 
 
@@ -208,7 +208,7 @@ def _plan(
         image=image,
         capture=capture,
         workspace=workspace,
-        memory=MemoryEstimate(),
+        memory=MemoryEstimate(config=request.config, workspace=workspace, entries=capture.entries),
         seconds=phases.seconds,
         warnings=warn_or_raise(
             request.config, [*capture.warnings, *planned.warnings, *warnings], capture.notes
@@ -258,13 +258,6 @@ def _probed(request: Request, planned: Planned, phases: Phases) -> Plan:
         return events
 
     with phases.phase("count", len(done.capture.sizes)):
-        static_memory(done.memory, memory)
-        graph_memory(
-            done.memory,
-            config,
-            memory,
-            done.capture.entries,
-            lambda rows, full: events_at(rows),
-            fused=False,
-        )
+        done.memory.add_static()
+        done.memory.add_pool(lambda rows, full: events_at(rows), fused=False)
     return done
