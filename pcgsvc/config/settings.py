@@ -147,7 +147,7 @@ Exit codes: 0 done, 1 the job failed (verification too), 2 bad configuration.
 Hydra reads the command line; its own options: pcgsvc --hydra-help
 """
 
-_SETTINGS = "All settings (name=default; null: left open). As they are composed: pcgsvc --cfg job"
+_SETTINGS = "All settings (name=default; null: left open); as composed: pcgsvc --cfg job"
 
 
 def short_help(groups: dict[str, list[str]], *, wrap: bool = True) -> str:

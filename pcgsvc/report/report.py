@@ -36,6 +36,7 @@ def program_report(
     request: Request, image: ProgramImage, plan: CapturePlan, warnings: list[str]
 ) -> dict[str, Any]:
     """Return what a build's report begins with: mode, partition, guards, warnings."""
+    ranks, parallel = request.config.parallel.tensor, request.bundle.parallel
     return {
         **report_head(request.config, request.device, _device(request)),
         "mode": _mode_section(plan.resolution),
@@ -47,12 +48,8 @@ def program_report(
         },
         "warnings": list(warnings),
         **({} if request.sizes is None else {"chosen_sizes": chosen(request.sizes)}),
-        **({"parallel": _parallel(request)} if request.bundle.parallel else {}),
+        **({"parallel": {"ranks": ranks, **parallel}} if parallel else {}),
     }
-
-
-def _parallel(request: Request) -> dict[str, Any]:
-    return {"ranks": request.config.parallel.tensor, **request.bundle.parallel}
 
 
 def report_head(config: Config, device: torch.device, words: str | None = None) -> dict[str, Any]:
