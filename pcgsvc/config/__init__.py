@@ -24,9 +24,7 @@ from pcgsvc.config.limits import validate as validate
 from pcgsvc.config.limits import validate_sizing as validate_sizing
 from pcgsvc.config.parse import copy as copy
 from pcgsvc.config.parse import from_dict as from_dict
-from pcgsvc.config.parse import replace as replace
 from pcgsvc.config.parse import to_dict as to_dict
-from pcgsvc.config.parse import unknown_setting as unknown_setting
 from pcgsvc.config.parse import updated as updated
 from pcgsvc.config.resolve import captures as captures
 from pcgsvc.config.resolve import dropped_sizes as dropped_sizes
