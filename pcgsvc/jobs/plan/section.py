@@ -154,12 +154,12 @@ def _kinds(plan: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
     `kinds` of a stretch are places in the list of kinds.
     """
-    pieces = list(_pieces(plan))
     alike: dict[tuple[Any, ...], list[_Shown]] = {}
-    for piece in pieces:
-        alike.setdefault((piece.kind, piece.hash, piece.reason, *piece.ops), []).append(piece)
-    places = {piece.name: at for at, same in enumerate(alike.values()) for piece in same}
-    order = [places[piece.name] for piece in pieces]
+    order: list[int] = []
+    for piece in _pieces(plan):
+        key = (piece.kind, piece.hash, piece.reason, *piece.ops)
+        alike.setdefault(key, []).append(piece)
+        order.append(list(alike).index(key))
     kinds = [
         {
             "kind": same[0].kind,
