@@ -26,7 +26,6 @@ Settings = Config | Mapping[str, Any]
 _COMPILE = "pcgsvc.compile(model, (x,), dynamic_dims={'x': 0}, capture={'max_size': 32})"
 _LOAD = "pcgsvc.load('llama', mode='piecewise', capture={'max_size': 32})"
 _BUILD = "pcgsvc.build_runner(model, (x,), dynamic_dims={'x': 0}, config={'mode': 'piecewise'})"
-_CONFIG = "pcgsvc.load_config(['mode=piecewise'], config_dir=None, config=None)"
 _NOT_READ = {
     "model": "the model is the first argument",
     "device": "the runner is where the model and its inputs are; move them with .to()",

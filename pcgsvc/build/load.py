@@ -13,7 +13,7 @@ from typing import Any
 
 from pcgsvc.build.dump import dump_loaded
 from pcgsvc.build.environment import BuildEnvironment
-from pcgsvc.cache.programs import NoProgramError, require_warm
+from pcgsvc.cache.programs import Artifacts, NoProgramError, require_warm
 from pcgsvc.config import Strategy
 from pcgsvc.errors import CacheError
 from pcgsvc.events import log_event
@@ -57,7 +57,7 @@ def load_program(request: Request, env: BuildEnvironment) -> ProgramLookup:
         why = "partition.strategy=breakable: the forward is run anew at each start"
         return ProgramLookup(misses=[why])
     try:
-        facts = _facts(request, env)
+        facts = facts_of(request, env.artifacts)
     except NotCanonicalError as error:
         problem = str(error)
         if config.cache.require_warm:
@@ -78,14 +78,19 @@ def load_program(request: Request, env: BuildEnvironment) -> ProgramLookup:
     return found
 
 
-def _facts(request: Request, env: BuildEnvironment) -> Mapping[str, Any]:
+def facts_of(request: Request, artifacts: Artifacts) -> Mapping[str, Any]:
+    """Return what the program of a request is stored under.
+
+    Raises:
+        NotCanonicalError: some of it cannot be written down.
+    """
     bundle = request.bundle
     return program_facts(
         request.config,
         bundle.module,
         request.inputs,
         request.constants,
-        env.artifacts.environment,
+        artifacts.environment,
         bundle.facts,
     )
 

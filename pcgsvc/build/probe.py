@@ -14,7 +14,7 @@ import torch
 from pcgsvc.build.environment import BuildEnvironment
 from pcgsvc.build.load import ProgramLookup
 from pcgsvc.build.stages import compile_piece
-from pcgsvc.config import Compiler, Config, captures
+from pcgsvc.config import Compiler, captures
 from pcgsvc.errors import ForwardError, PcgError
 from pcgsvc.events import Phases
 from pcgsvc.forward.objects import tensors_held, tensors_of
@@ -77,12 +77,20 @@ def probe_program(request: Request, found: ProgramLookup, env: BuildEnvironment)
     """Return the module as a program, its largest unbroken parts compiled where that is asked."""
     module, config = request.bundle.module, request.config
     probed = probe_forward(request, env.phases)
-    names = [spec.name for spec in request.inputs]
-    piece = ModulePiece(module, names, request.constants, probed.boundaries)
+    inputs = [spec.name for spec in request.inputs]
+    piece = ModulePiece(module, inputs, request.constants, probed.boundaries)
     piece.kernels = probed.image.ops["kernel"]
     warnings = list(probed.probe.warnings)
     if config.compiler.name is Compiler.INDUCTOR and isinstance(module, torch.nn.Module):
-        warnings += _compile_submodules(module, piece, probed.probe, config, env)
+        one, other = probed.probe.largest.calls, probed.probe.other.calls
+        with env.phases.phase("import"):
+            env.ready_compilers(inductor=True)
+        names = chosen(module, one, config.partition.compile_modules)
+        with env.phases.phase("compile", len(names)):
+            env.artifacts.prepare_toolchain()
+            compiled = partial(compile_piece, size=None, config=config, env=env)
+            piece.forwards, failed = compile_submodules(module, names, one, other, compiled)
+        warnings += failed
     return CompiledModel(
         module=module,
         arguments=request.arguments,
@@ -95,22 +103,3 @@ def probe_program(request: Request, found: ProgramLookup, env: BuildEnvironment)
         memory=probed.memory,
         ranks=env.ranks,
     )
-
-
-def _compile_submodules(
-    module: torch.nn.Module,
-    piece: ModulePiece,
-    probe: ForwardProbe,
-    config: Config,
-    env: BuildEnvironment,
-) -> list[str]:
-    """Compile the parts of an untraced model that hit no break; return what could not be."""
-    one, other = probe.largest.calls, probe.other.calls
-    with env.phases.phase("import"):
-        env.ready_compilers(inductor=True)
-    names = chosen(module, one, config.partition.compile_modules)
-    with env.phases.phase("compile", len(names)):
-        env.artifacts.prepare_toolchain()
-        compiled = partial(compile_piece, size=None, config=config, env=env)
-        piece.forwards, warnings = compile_submodules(module, names, one, other, compiled)
-    return warnings

@@ -46,13 +46,6 @@ class Split(NamedTuple):
     """The graph cut into regions and boundaries, as reports show it."""
 
 
-class ImagedProgram(NamedTuple):
-    """A program as data, and what keeps it from being stored."""
-
-    image: ProgramImage
-    problems: list[str]
-
-
 @dataclass(frozen=True)
 class MadeProgram:
     """A program before it is checked and stored."""
@@ -108,8 +101,13 @@ def refuse_host_reads(shown: Partition) -> None:
         raise CaptureError(host_reads_refused(lines))
 
 
-def write_down(request: Request, traced: TracedGraph, parts: Split) -> ImagedProgram:
-    """Return the program as data, with the guards that must still hold when it is loaded."""
+def write_down(
+    request: Request, traced: TracedGraph, parts: Split
+) -> tuple[ProgramImage, list[str]]:
+    """Return the program as data, and what keeps it from being stored.
+
+    The image has the guards that must still hold when it is loaded.
+    """
     module = request.bundle.module
     guards, problems = stored_guards(traced.guards, module, request.constants)
     problems += [
@@ -119,7 +117,7 @@ def write_down(request: Request, traced: TracedGraph, parts: Split) -> ImagedPro
     files = {f: d for f in files_of(traced.guards, module) if (d := file_digest(f))}
     image = image_of(traced, parts.compiled, parts.shown, guards=guards, files=files)
     problems += unwritable_ops(image.schemas)
-    return ImagedProgram(image, problems)
+    return image, problems
 
 
 def captured_tensors(traced: TracedGraph) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.session import Entry
 from pcgsvc.config import Config, Mode
+from pcgsvc.forward.plain import words_of
 from pcgsvc.forward.samples import Samples
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.context import use_context
@@ -78,6 +79,7 @@ def time_entries(
     """
     rows = []
     limit_s = float("inf") if model.ranks.many else _MAX_SECONDS
+    sync = torch.cuda.synchronize if memory.stream is not None else lambda: None
     with torch.no_grad():
         for (mode, descriptor), entry in table.entries.items():
             size = descriptor.num_tokens
@@ -88,7 +90,6 @@ def time_entries(
                 full = mode is Mode.FULL
                 with use_context(memory.context(batch, size, query_len, in_full_graph=full)):
                     plain = functools.partial(model.run_module, memory.views(size))
-                    sync = _synchronise if memory.stream is not None else _nothing
                     row = _time_entry(entry, plain, sync, config.bench.repeats, limit_s)
                     if rival is not None:
                         once = functools.partial(rival.call, memory.views(size))
@@ -128,9 +129,8 @@ class ReduceOverhead:
             return time_calls([once], sync, repeats).step
         except Exception as error:  # noqa: BLE001 - a comparison must not fail the job
             self._works = False
-            first = (str(error).strip().splitlines() or [""])[0]
-            words = "bench: reduce-overhead is not timed, since it failed: %s: %s"
-            logger.warning(words, type(error).__name__, first)
+            words = "bench: reduce-overhead is not timed, since it failed: %s"
+            logger.warning(words, words_of(error))
             return None
 
 
@@ -201,11 +201,3 @@ def _verdict(host: float, step: float, region: float, boundary: float) -> str:
     if boundary > region:
         return "boundary-bound"
     return "launch-bound" if host >= 0.9 * step else "compute-bound"
-
-
-def _synchronise() -> None:
-    torch.cuda.synchronize()
-
-
-def _nothing() -> None:
-    return None

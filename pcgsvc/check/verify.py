@@ -20,12 +20,12 @@ from pcgsvc.check.causes import RefusedRowsError, of_entry, program_differs
 from pcgsvc.check.dependence import input_dependence
 from pcgsvc.check.tolerance import TOLERANCE, differ, error_of, near_ties, tolerance_of
 from pcgsvc.check.trial import Trial
-from pcgsvc.config import Compiler, Config, Mode
+from pcgsvc.config import Compiler, Mode
 from pcgsvc.errors import VerifyError
 from pcgsvc.events import Phases
 from pcgsvc.forward.batch import CheckedBatch
 from pcgsvc.forward.request import Request, make_samples
-from pcgsvc.forward.samples import Padding, Samples, padded
+from pcgsvc.forward.samples import Padding, padded
 from pcgsvc.forward.specs import SizePredicate
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.context import ForwardContext, use_context
@@ -81,7 +81,7 @@ def verify(
         if _differs_at_one_row(trial):
             model = model.requiring("s > 1", "differs from the module at one row")
         table = table.without(_invalid(table, model.predicate))
-        check = _Check(model, memory, table, samples, plan.config)
+        check = _Check(model, memory, samples, plan.config, table)
         model = replace(model, depends_on=check.input_dependence())
         seed = random.Random(plan.config.seed).getrandbits(32)
         order = list(table.entries)
@@ -106,11 +106,11 @@ def verify_padding(
     """
     config, found = request.config, []
     samples, rng = make_samples(request, memory, seed=config.seed + 3), random.Random(config.seed)
-    check = _Check(model, memory, table, samples, config)
+    check = _Check(model, memory, samples, config, table)
     same = kind is Padding.ZEROS
     for key in table.entries:
         counts = {check._true_rows(key[1], choice) for choice in (None, rng, rng)}
-        tries = [check.trial(key, n, [kind], compare_padded=same) for n in sorted(counts)]
+        tries = [check.tried(key, n, [kind], compare_padded=same) for n in sorted(counts)]
         found.append(max((check._row(key, [one]) for one in tries), key=_row_badness))
     return found
 
@@ -184,19 +184,10 @@ def _badness(tried: tuple[_Trial, tuple[Padding, float, list[str]]]) -> tuple[bo
 
 
 @dataclass(frozen=True)
-class _Check:
-    """Compares captured entries, and the program itself, with the module."""
+class _Check(Trial):
+    """Compares captured entries with the module."""
 
-    model: CompiledModel
-    memory: Workspace
     table: GraphTable
-    samples: Samples
-    config: Config
-
-    @property
-    def state(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers that the forward writes to."""
-        return self.memory.bound(self.model.mutated)
 
     def entry(self, key: EntryKey, rng: random.Random) -> dict[str, Any]:
         """Check one entry with each kind of padding; return what was worst.
@@ -211,11 +202,11 @@ class _Check:
             junk = [Padding.NAN, Padding.LARGE]
         if fewest == other:
             kinds = [Padding.ZEROS, *junk] if fewest < key[1].num_tokens else [Padding.ZEROS]
-            return self._row(key, [self.trial(key, fewest, kinds)])
-        first = self.trial(key, fewest, [Padding.ZEROS])
-        return self._row(key, [first, self.trial(key, other, junk, compare_padded=False)])
+            return self._row(key, [self.tried(key, fewest, kinds)])
+        first = self.tried(key, fewest, [Padding.ZEROS])
+        return self._row(key, [first, self.tried(key, other, junk, compare_padded=False)])
 
-    def trial(
+    def tried(
         self, key: EntryKey, true: int, kinds: Sequence[Padding], *, compare_padded: bool = True
     ) -> _Trial:
         """Replay an entry on `true` rows with each kind of padding, and compare with the module.
@@ -230,7 +221,7 @@ class _Check:
         choices, near, error = first.choices, near_ties(first.results), 0.0
         if compare_padded:
             with preserved(self.state), following(choices, near):
-                same = self.plain(padded(specs, inputs, true, kinds[0]), batch, size, key)
+                same = self.module(padded(specs, inputs, true, kinds[0]), batch, size, key)
                 state_error = error_of(list(first.state.values()), list(self.state.values()))
             cut = outputs.cut(first.results, true), outputs.cut(same, true)
             error = max(error_of(*cut), state_error)
@@ -240,7 +231,7 @@ class _Check:
 
         def run_alone() -> list[torch.Tensor]:
             with preserved(self.state), following(choices, near):
-                results = self.plain(alone, batch, true)
+                results = self.module(alone, batch, true)
                 states.append(self._copied_state())
                 return results
 
@@ -288,7 +279,7 @@ class _Check:
 
         def run(inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
             with preserved(self.state):
-                return self.plain(inputs, batch, rows)
+                return self.module(inputs, batch, rows)
 
         def differs(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
             return self.model.ranks.any(differ(got, wanted))
@@ -312,7 +303,7 @@ class _Check:
     def _copied_state(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.state.items()}
 
-    def plain(
+    def module(
         self,
         inputs: Mapping[str, torch.Tensor],
         batch: CheckedBatch,

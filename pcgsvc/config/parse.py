@@ -5,7 +5,6 @@ In: a tree of dicts. Out: a `Config`, or an error that names the setting. Knows 
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
 import re
@@ -260,8 +259,3 @@ _FORMS: dict[Form, Callable[[Any, str], Any]] = {
 def copy(config: Config) -> Config:
     """Return a deep copy, so that a resolved config never shares lists with its source."""
     return from_dict(to_dict(config))
-
-
-def replace(config: Config, **changes: Any) -> Config:
-    """Return a copy with top-level fields replaced."""
-    return dataclasses.replace(copy(config), **changes)

@@ -108,31 +108,6 @@ def _docs(cls: type[Any]) -> dict[str, str]:
 
 # ---- --help --------------------------------------------------------------------------------------
 
-_HELP = """\
-pcgsvc: piecewise CUDA graphs for PyTorch.
-
-  pcgsvc model=llama mode=full_and_piecewise    build, verify, time, report
-  pcgsvc -m capture.sizes='[1,2],[1,2,4,8]'     one job per value
-  pcgsvc job=plan                               show where it would be split
-  pcgsvc job=doctor                             find what would not work
-  pcgsvc job=verify                             check every mode
-  pcgsvc job=compare compare.reports='[DIR]'    one table of the reports there
-  pcgsvc job=config config.explain=capture      show what set each value
-  pcgsvc --config-dir DIR model=mine            with your DIR/model/mine.yaml
-  pcgsvc --cfg job                              print the composed settings
-
-Groups (YAML files that pick values):
-
-{groups}
-
-Settings (name=default, then what it means; null: left open):
-
-{settings}
-
-Exit codes: 0 done, 1 the job failed (verification too), 2 bad configuration.
-Hydra reads the command line; its own options: pcgsvc --hydra-help
-"""
-
 _SHORT_HELP = """\
 pcgsvc: piecewise CUDA graphs for PyTorch.
 
@@ -172,14 +147,18 @@ Exit codes: 0 done, 1 the job failed (verification too), 2 bad configuration.
 Hydra reads the command line; its own options: pcgsvc --hydra-help
 """
 
+_SETTINGS = "All settings (name=default; null: left open); as composed: pcgsvc --cfg job"
 
-def short_help(groups: dict[str, list[str]]) -> str:
-    """Return what `-h` prints: what one starts with, at most 45 lines of 80 columns."""
-    lines = [f"{name}={' | '.join(options)}" for name, options in groups.items()]
-    wrapped = (
-        textwrap.fill(line, 80, initial_indent="  ", subsequent_indent=" " * 6) for line in lines
-    )
-    return _SHORT_HELP.format(groups="\n".join(wrapped))
+
+def short_help(groups: dict[str, list[str]], *, wrap: bool = True) -> str:
+    """Return what `-h` prints: what one starts with, at most 45 lines of 80 columns.
+
+    `wrap`: groups with many options take several lines.
+    """
+    lines = [f"  {name}={' | '.join(options)}" for name, options in groups.items()]
+    if wrap:
+        lines = [textwrap.fill(line, 80, subsequent_indent=" " * 6) for line in lines]
+    return _SHORT_HELP.format(groups="\n".join(lines))
 
 
 def help_text(groups: dict[str, list[str]], width: int) -> str:
@@ -192,8 +171,8 @@ def help_text(groups: dict[str, list[str]], width: int) -> str:
         indent = " " * 6
         wrapped = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
         blocks.append(f"  {setting.path}={word_of(setting.default)}\n{wrapped}")
-    listed = "\n".join(f"  {name}={' | '.join(options)}" for name, options in groups.items())
-    return _HELP.format(groups=listed, settings="\n".join(blocks))
+    settings = "\n".join(blocks)
+    return f"{short_help(groups, wrap=False)}\n{_SETTINGS}\n\n{settings}\n"
 
 
 def word_of(value: Any) -> str:

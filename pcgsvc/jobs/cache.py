@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from pcgsvc.build.load import facts_of
 from pcgsvc.cache import transfer
 from pcgsvc.cache.bundle import export_bundle, import_bundle
 from pcgsvc.cache.envelope import MissError
@@ -31,7 +32,6 @@ from pcgsvc.errors import CacheError
 from pcgsvc.forward.request import Request
 from pcgsvc.jobs.preflight import check_cache_job
 from pcgsvc.models.request import request_of
-from pcgsvc.program.facts import program_facts
 from pcgsvc.program.forms import NotCanonicalError
 from pcgsvc.program.keys import config_facts, key_of
 from pcgsvc.report import words
@@ -116,22 +116,14 @@ def _explain(config: Config, store: Store) -> Iterator[str]:
 
 
 def _hit_or_miss(request: Request, store: Store, folder: CompilerFolder) -> str:
-    module, constants = request.bundle.module, request.constants
     artifacts = Artifacts(request.config, request.device, store, folder)
     try:
-        facts = program_facts(
-            request.config,
-            module,
-            request.inputs,
-            constants,
-            artifacts.environment,
-            request.bundle.facts,
-        )
+        facts = facts_of(request, artifacts)
     except NotCanonicalError as error:
         return f"miss: the program cannot be stored: {error}"
     key = key_of(facts)[:12]
     try:
-        artifacts.load(facts, module, constants)
+        artifacts.load(facts, request.bundle.module, request.constants)
     except NoProgramError as error:
         return f"miss: program {key}: {error}. {explain(store, facts)}"
     return f"hit: program {key}, {words.count(artifacts.counts.loaded, 'piece')}"

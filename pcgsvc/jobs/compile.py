@@ -20,7 +20,7 @@ import torch
 
 from pcgsvc.config import CacheMode, Config, from_dict, to_dict
 from pcgsvc.errors import PcgError
-from pcgsvc.events import Progress, phase_events
+from pcgsvc.events import Phases, Progress
 from pcgsvc.models.request import request_of
 from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.pipeline import compile_only
@@ -56,12 +56,8 @@ def compile_and_prove(config: Config, progress: Progress) -> dict[str, Any]:
         logger.warning("%s", words)
         report["warnings"].append(words)
         return report
-    progress.start("prove", 1)
-    try:
-        with phase_events(logger, "prove", 1):
-            cache["proof"] = _prove(config)
-    finally:
-        progress.stop()
+    with Phases(progress).phase("prove"):
+        cache["proof"] = _prove(config)
     return report
 
 

@@ -61,11 +61,11 @@ def _unknown(name: str, paths: Sequence[str]) -> str:
 
 def _full(out: Console, setting: Setting, origin: Origin) -> None:
     """Print one setting in full."""
-    reason = key_reason(setting.path)
+    reason, unset = key_reason(setting.path), setting.default is None
     rows = {
         "meaning": setting.doc,
         "unit": unit_of(setting),
-        "default": _default(setting),
+        "default": "null: chosen by pcgsvc, or left out" if unset else _value(setting.default),
         "value": _value(origin.value),
         "set by": origin.set_by,
         "cache key": "in it" if reason is None else f"not in it: {reason}",
@@ -77,12 +77,6 @@ def _full(out: Console, setting: Setting, origin: Origin) -> None:
     for label, text in rows.items():
         grid.add_row(f"  {label}", escape(text))
     out.print(grid)
-
-
-def _default(setting: Setting) -> str:
-    if setting.default is None:
-        return "null: chosen by pcgsvc, or left out"
-    return _value(setting.default)
 
 
 def _value(value: Any) -> str:

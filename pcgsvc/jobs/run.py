@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -52,49 +52,41 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
     Of several processes that share a model's experts, the first one prints, and each other one
     writes its report beside the first one's, as `NAME.rank1.json` and so on.
 
+    Returns:
+        The report; empty for a job that makes none.
+
     Raises:
         VerifyError: a replay differs from plain execution; the report is written all the same.
     """
-    jobs: dict[Job, Callable[[Config, Path, Console], dict[str, Any]]] = {
+    jobs: dict[Job, Callable[[Config, Path, Console], dict[str, Any] | None]] = {
         Job.RUN: _run,
         Job.PLAN: _plan,
         Job.COMPILE: _compile,
-        Job.CACHE: _cache,
+        Job.CACHE: lambda config, report_path, out: cache_job(config, out),
         Job.COMPARE: _compare,
         Job.CONFIG: _config,
-        Job.SIZES: _sizes,
+        Job.SIZES: sizes_job,
         Job.VERIFY: _verify,
         Job.DOCTOR: _doctor,
     }
     rank = rank_of_process() if uses_group(config) else 0
     if rank:
         report_path = report_path.with_suffix(f".rank{rank}{report_path.suffix}")
-    return jobs[config.job](config, report_path, console(quiet=rank > 0))
+    return jobs[config.job](config, report_path, console(quiet=rank > 0)) or {}
 
 
-def _cache(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
-    cache_job(config, out)
-    return {}
-
-
-def _compare(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+def _compare(config: Config, report_path: Path, out: Console) -> None:
     """Compare existing reports; the files go where a report would."""
     rows = read_reports(config.compare.reports)
     title = f"comparison of {len(rows)} report{'s' if len(rows) > 1 else ''}"
     show_and_write(out, title, rows, report_path.parent)
-    return {}
 
 
-def _config(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
+def _config(config: Config, report_path: Path, out: Console) -> NoReturn:
     raise ConfigError(
         "job: got 'config', which tells who set each setting, and so needs a command line: "
         "python -m pcgsvc job=config."
     )
-
-
-def _sizes(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
-    sizes_job(config, report_path, out)
-    return {}
 
 
 def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:

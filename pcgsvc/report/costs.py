@@ -111,7 +111,7 @@ def weigh(rows: Sequence[Row]) -> list[Job]:
         found = {at: _cost(facts, limit, plain) for at, facts in members}
         known = {at: c.objectives for at, c in found.items() if rows[at].ok and c.objectives}
         for at, cost in found.items():
-            costs[at] = replace(cost, front=at in known and _is_best(known[at], known.values()))
+            costs[at] = replace(cost, front=at in known and is_best(known[at], known.values()))
     return [Job(row, costs.get(at)) for at, row in enumerate(rows)]
 
 
@@ -132,42 +132,35 @@ class _PlainTimes:
         return float(np.interp(num_tokens, self._sizes, self._times)) if self._sizes else None
 
 
-_Batches = Sequence[tuple[int, Step | None]]
-"""Token counts, each with the entry that serves it."""
-
-
 def _cost(facts: Facts, limit: int, plain: Mapping[Kind, _PlainTimes]) -> Cost:
     ladder = Ladder(facts)
-    batches: dict[Kind, _Batches] = {
-        kind: [(count, ladder.find(kind, count)) for count in ladder.counts(kind, limit)]
-        for kind in KINDS
-    }
+    found = {kind: _shares(ladder, kind, limit, plain[kind]) for kind in KINDS}
+    mean_us, padding, served = ({kind: found[kind][at] for kind in KINDS} for at in range(3))
     return Cost(
-        facts=facts,
-        ladder=ladder,
-        limit=limit,
-        mean_us={kind: _mean_us(batches[kind], plain[kind]) for kind in KINDS},
-        padding={kind: _padding(batches[kind]) for kind in KINDS},
-        served={kind: _served(batches[kind]) for kind in KINDS},
+        facts=facts, ladder=ladder, limit=limit, mean_us=mean_us, padding=padding, served=served
     )
 
 
-def _mean_us(batches: _Batches, plain: _PlainTimes) -> float | None:
+def _shares(
+    ladder: Ladder, kind: Kind, limit: int, plain: _PlainTimes
+) -> tuple[float | None, float | None, float | None]:
+    """Return mean time, padding and what graphs serve of batches of a kind; see `Cost`."""
+    counts = ladder.counts(kind, limit)
+    if not counts:
+        return None, None, None
+    batches = [(count, ladder.find(kind, count)) for count in counts]
     times = [plain.at(count) if step is None else step.step_us for count, step in batches]
     known = [time for time in times if time is not None]
-    return float(np.mean(known)) if known and len(known) == len(times) else None
-
-
-def _padding(batches: _Batches) -> float | None:
     computed = sum(count if step is None else step.size for count, step in batches)
-    return 1 - sum(count for count, _ in batches) / computed if batches else None
+    return (
+        float(np.mean(known)) if len(known) == len(times) else None,
+        1 - sum(counts) / computed,
+        sum(step is not None for _, step in batches) / len(batches),
+    )
 
 
-def _served(batches: _Batches) -> float | None:
-    return sum(step is not None for _, step in batches) / len(batches) if batches else None
-
-
-def _is_best(point: tuple[float, float], points: Iterable[tuple[float, float]]) -> bool:
+def is_best(point: Sequence[float], points: Iterable[Sequence[float]]) -> bool:
+    """Whether no other point is as good in all costs and better in one."""
     return not any(
         other != point and all(a <= b for a, b in zip(other, point, strict=True))
         for other in points

@@ -40,24 +40,20 @@ def read_reports(paths: Sequence[str]) -> list[Row]:
             found.append(path)
     facts = [_read(path) for path in found]
     differs = differing_settings([one.report for one in facts])
-    return [
-        _row(str(at), path, one, differs[at])
-        for at, (path, one) in enumerate(zip(found, facts, strict=True))
-    ]
-
-
-def _row(name: str, path: Path, facts: Facts, differs: dict[str, str]) -> Row:
-    verified = facts.verified
-    wrong = verified is not None and verified[0] < verified[1]
-    return Row(
-        name=name,
-        differs=differs,
-        status="failed" if wrong else "done",
-        reason="its replay differs from plain execution" if wrong else None,
-        place=str(path),
-        host=facts.report.get("host", {}).get("name"),
-        facts=facts,
-    )
+    rows = []
+    for at, (path, one) in enumerate(zip(found, facts, strict=True)):
+        wrong = one.verified is not None and one.verified[0] < one.verified[1]
+        row = Row(
+            name=str(at),
+            differs=differs[at],
+            status="failed" if wrong else "done",
+            reason="its replay differs from plain execution" if wrong else None,
+            place=str(path),
+            host=one.report.get("host", {}).get("name"),
+            facts=one,
+        )
+        rows.append(row)
+    return rows
 
 
 def _files(word: str) -> list[Path]:

@@ -7,6 +7,7 @@ In: a job. Out: its figures as JSON types, under the names that they have in `sw
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from pcgsvc.cache.reports import flatten
@@ -104,6 +105,7 @@ def shown_figures(job: Job, size: int | None) -> dict[str, Any]:
         for step in [step for step in steps if step.size == size] if size else steps[-1:]:
             figures |= {f"{name}.{kind}": time for name, time in _times(step).items()}
     figures["timed"] = any(step.step_us is not None for step in job.cost.facts.steps)
+    # Recorded graphs have no host time.
     figures["on_device"] = figures["timed"] and not job.cost.facts.recorded
     return figures
 
@@ -126,15 +128,6 @@ def _unasked(row: Figures) -> bool:
     return bool(row["mode.resolved"] != row["mode.requested"])
 
 
-def _timed(row: Figures) -> bool:
-    return bool(row["timed"])
-
-
-def _on_device(row: Figures) -> bool:
-    """Whether it has a host time, as recorded graphs have not."""
-    return bool(row["on_device"])
-
-
 _START = "start: until the runner is ready"
 _SERVED = (
     "served: by a graph, pad: rows of padding, batches of 1 to {limit} tokens counting equally"
@@ -153,10 +146,10 @@ COLUMNS = (
     Column("start s", ("seconds.total", "compile.start"), written("{:.2f} {}"), 7, _START),
     Column("served %", ("served_share.decode", "served_share.mixed"), _percent, 5),
     Column("pad %", ("padding_share.decode", "padding_share.mixed"), _percent, 5, _SERVED),
-    Column("decode µs", ("step_us.decode",), _us, 10, _PER_STEP, _timed),
-    Column("mixed µs", ("step_us.mixed",), _us, 6, when=_timed),
-    Column("host µs", ("host_us.decode",), _us, 3, when=_on_device),
-    Column("x plain", ("speedup.decode",), written("{:.2f}"), 7, when=_timed),
+    Column("decode µs", ("step_us.decode",), _us, 10, _PER_STEP, itemgetter("timed")),
+    Column("mixed µs", ("step_us.mixed",), _us, 6, when=itemgetter("timed")),
+    Column("host µs", ("host_us.decode",), _us, 3, when=itemgetter("on_device")),
+    Column("x plain", ("speedup.decode",), written("{:.2f}"), 7, when=itemgetter("timed")),
 )
 """The columns between the job and its result; in legends `{limit}` stands for the largest batch
 that was counted, and `{at}` for the size that was timed."""

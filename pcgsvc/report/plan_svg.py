@@ -1,4 +1,4 @@
-"""The picture of a plan: the pieces in order, folded, and what they would hold in memory.
+"""The picture of a plan: the pieces in order, folded, and what each kind of them is.
 
 In: a report with its `plan`. Out: SVG text, which needs no other file.
 """
@@ -6,7 +6,6 @@ In: a report with its `plan`. Out: SVG text, which needs no other file.
 from __future__ import annotations
 
 import io
-import itertools
 import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,6 @@ BOUNDARY = "#e4572e"
 _INK, _FAINT = "#222222", "#777777"
 _WIDTH = 11.5
 """Inches."""
-_SHADES = ("#355c7d", "#99b898", "#6c8ead", "#c06c84", "#e8a87c", "#85756e", "#b8b08d")
-"""Of the parts of the memory."""
 _PER_ROW = 8
 """Boxes beside each other."""
 _LEFT, _BOX, _GAP, _ROW, _LINE = 0.3, 1.12, 0.26, 1.55, 0.19
@@ -69,7 +66,7 @@ def plan_svg(report: dict[str, Any]) -> str:
     places = _places(boxes)
     rows = 1 + max((row for row, _ in places), default=0)
     legend = [_legend(kind) for kind in plan["kinds"]]
-    heights = (0.95, rows * _ROW + 0.1, sum(map(len, legend)) * _LINE + 0.35, 1.3)
+    heights = (0.95, rows * _ROW + 0.1, sum(map(len, legend)) * _LINE + 0.35)
     # Text stays text: small, searchable, and drawn with the reader's fonts.
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "pcgsvc", "text.parse_math": False}
     with mpl.rc_context(style):
@@ -86,7 +83,6 @@ def plan_svg(report: dict[str, Any]) -> str:
         _title(axes[0], report)
         _chain(axes[1], plan["kinds"], list(zip(boxes, places, strict=True)), heights[1])
         _kinds(axes[2], plan["kinds"], legend, heights[2])
-        _memory(axes[3], plan["memory"])
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Title": "pcgsvc plan"})
     return out.getvalue()
@@ -201,22 +197,3 @@ def _kinds(
         for line, ink in lines:
             axis.text(_LEFT + 0.32, y, line, fontsize=8, va="center", color=ink)
             y -= _LINE
-
-
-def _memory(axis: Axes, memory: dict[str, Any]) -> None:
-    """Draw one bar of all memory; parts too thin to see are named all the same."""
-    from matplotlib.patches import Rectangle
-
-    title = f"memory, estimated: {words.memory(memory['total_bytes'])}"
-    axis.text(_LEFT, 1.25, title, fontsize=10, weight="bold", color=_INK, va="center")
-    x, total = _LEFT, max(memory["total_bytes"], 1)
-    for at, (item, shade) in enumerate(
-        zip(memory["items"], itertools.cycle(_SHADES), strict=False)
-    ):
-        width = (_WIDTH - 2 * _LEFT) * item["bytes"] / total
-        axis.add_patch(Rectangle((x, 0.65), width, 0.28, facecolor=shade, edgecolor="white"))
-        x += width
-        left, y = _LEFT + at % 4 * 2.65, 0.42 - at // 4 * 0.24
-        axis.add_patch(Rectangle((left, y - 0.06), 0.14, 0.12, facecolor=shade))
-        label = f"{item['name']} {words.memory(item['bytes'])}"
-        axis.text(left + 0.22, y, label, fontsize=8.5, va="center", color=_INK)

@@ -36,6 +36,7 @@ def program_report(
     request: Request, image: ProgramImage, plan: CapturePlan, warnings: list[str]
 ) -> dict[str, Any]:
     """Return what a build's report begins with: mode, partition, guards, warnings."""
+    ranks, parallel = request.config.parallel.tensor, request.bundle.parallel
     return {
         **report_head(request.config, request.device, _device(request)),
         "mode": _mode_section(plan.resolution),
@@ -47,12 +48,8 @@ def program_report(
         },
         "warnings": list(warnings),
         **({} if request.sizes is None else {"chosen_sizes": chosen(request.sizes)}),
-        **({"parallel": _parallel(request)} if request.bundle.parallel else {}),
+        **({"parallel": {"ranks": ranks, **parallel}} if parallel else {}),
     }
-
-
-def _parallel(request: Request) -> dict[str, Any]:
-    return {"ranks": request.config.parallel.tensor, **request.bundle.parallel}
 
 
 def report_head(config: Config, device: torch.device, words: str | None = None) -> dict[str, Any]:
@@ -182,23 +179,19 @@ def compiler_of(request: Request) -> str:
 
 
 def _device(request: Request) -> str:
+    """Return the device as people name it."""
     planned = request.planned
     if planned is not None and planned.target != request.device:
         return f"{planned.target} (planned for; not on this machine)"
-    return device_words(request.device)
+    if request.device.type == "cuda":
+        return f"{request.device} ({torch.cuda.get_device_name(request.device)})"
+    return str(request.device)
 
 
 def chosen(plan: SizePlan) -> dict[str, Any]:
     """Return how capture sizes were chosen, without the curve that `job=sizes` writes."""
     tree = plan.as_json()
     return {k: v for k, v in tree.items() if k not in ("curve", "others")}
-
-
-def device_words(device: torch.device) -> str:
-    """Return the device as people name it."""
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return str(device)
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

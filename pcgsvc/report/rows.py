@@ -143,65 +143,50 @@ def facts_of(report: Any) -> Facts:
 # ---- what is read of a report --------------------------------------------------------------------
 
 
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _whole(value: Any) -> bool:
-    return type(value) is int
-
-
 def _count(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
-def _number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
+_TEXT, _FLAG, _WHOLE, _NUMBER = (str,), (bool,), (int,), (int, float)
 _TIMES = ("step_us", "host_us", "plain_us")
 _SPREAD = ("step_low_us", "step_high_us")
-_ENTRY = {"mode": _text, "size": _count}
+_ENTRY = {"mode": _TEXT, "size": _count}
 _REPORT: dict[str, Any] = {
-    **dict.fromkeys(("pcgsvc", "torch", "device"), _text),
-    "host?": {"name": _text},
+    **dict.fromkeys(("pcgsvc", "torch", "device"), _TEXT),
+    "host?": {"name": _TEXT},
     "config": {"capture?": {"uniform_query_len?": _count}},
-    "mode": dict.fromkeys(("requested", "resolved", "decode", "mixed"), _text),
+    "mode": dict.fromkeys(("requested", "resolved", "decode", "mixed"), _TEXT),
     "partition": {
-        "strategy": _text,
-        **dict.fromkeys(("num_regions", "num_boundaries", "num_unique_pieces"), _whole),
+        "strategy": _TEXT,
+        **dict.fromkeys(("num_regions", "num_boundaries", "num_unique_pieces"), _WHOLE),
     },
     "compile": {
-        **dict.fromkeys(("compiler", "start"), _text),
-        **dict.fromkeys(("num_traces", "num_compiled", "num_loaded"), _whole),
-        "seconds": {"total": _number, "*": _number},
+        **dict.fromkeys(("compiler", "start"), _TEXT),
+        **dict.fromkeys(("num_traces", "num_compiled", "num_loaded"), _WHOLE),
+        "seconds": {"total": _NUMBER, "*": _NUMBER},
     },
     "graphs?": {
-        "backend": _text,
-        **dict.fromkeys(("num_graphs", "pool_bytes", "device_bytes"), _whole),
-        **{"by_mode": {}, "sizes": [], "skipped": [{"size": _whole, "reason": _text}]},
+        "backend": _TEXT,
+        **dict.fromkeys(("num_graphs", "pool_bytes", "device_bytes"), _WHOLE),
+        **{"by_mode": {}, "sizes": [], "skipped": [{"size": _WHOLE, "reason": _TEXT}]},
     },
-    "verify?": [{**_ENTRY, "ok": _flag, "max_rel_err": _number}],
+    "verify?": [{**_ENTRY, "ok": _FLAG, "max_rel_err": _NUMBER}],
     "bench?": [
         {
             **_ENTRY,
-            **dict.fromkeys(_TIMES, _number),
-            **dict.fromkeys((f"{name}?" for name in _SPREAD), _number),
+            **dict.fromkeys(_TIMES, _NUMBER),
+            **dict.fromkeys((f"{name}?" for name in _SPREAD), _NUMBER),
         }
     ],
 }
-"""The form of what is read: a test of a value, a list of such things, or names with the form of
-each. A name with `?` may be missing; `*` stands for every name."""
+"""The form of what is read: the kinds that a value may be of, a test of it, a list of such things,
+or names with the form of each. A name with `?` may be missing; `*` stands for every name."""
 
 
 def _check(value: Any, form: Any, place: str) -> None:
     """Refuse a part of a report that does not have its form; `place` is its dotted name."""
-    kind = type(form) if isinstance(form, (dict, list)) else None
-    if not (form(value) if kind is None else isinstance(value, kind)):
+    kinds = form if isinstance(form, tuple) else (type(form),)
+    if not (form(value) if callable(form) else type(value) in kinds):
         raise ConfigError(f"it is no whole report: {place} is {value!r}.")
     if isinstance(form, list):
         for at, item in enumerate(value):

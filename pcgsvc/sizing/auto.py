@@ -36,10 +36,8 @@ def with_sizes(config: Config, *, own_module: bool = False) -> tuple[Config, Siz
     word = config.capture.sizes
     if not isinstance(word, str):
         return config, None
-    validate_sizing(config)
-    path = word.removeprefix(AUTO)
-    service = _service(config, None if own_module else support_of(config))
-    plan = _plan(config, _named("capture.sizes", path, config, service), service)
+    support = None if own_module else support_of(config)
+    plan = _plan(config, "capture.sizes", word.removeprefix(AUTO), support)
     out = copy(config)
     out.capture.sizes = plan.chosen.sizes
     return out, plan
@@ -59,9 +57,31 @@ def plan_for(config: Config, compare: dict[str, list[int]]) -> SizePlan:
         raise ConfigError("traffic: job=sizes needs a traffic file; set traffic=FILE.")
     if config.mode is Mode.NONE:
         raise ConfigError("mode: got 'none' with job=sizes; choose a mode that captures graphs.")
+    return _plan(config, "traffic", config.traffic, support_of(config), compare)
+
+
+def _plan(
+    config: Config,
+    setting: str,
+    path: str,
+    support: Support | None,
+    compare: dict[str, list[int]] | None = None,
+) -> SizePlan:
+    """Choose sizes for a traffic file; errors of the file begin with the setting that names it."""
     validate_sizing(config)
-    service = _service(config, support_of(config))
-    return _plan(config, _named("traffic", config.traffic, config, service), service, compare)
+    service = _service(config, support)
+    try:
+        traffic = load_traffic(config, path, service)
+    except ConfigError as error:
+        words = str(error)
+        if not words.startswith("traffic: "):
+            raise
+        raise ConfigError(f"{setting}: {words.removeprefix('traffic: ')}") from error
+    cost, max_size = cost_for(config, service), config.capture.max_size
+    plan = plan_sizes(traffic, service, cost, config.sizing, max_size=max_size, compare=compare)
+    if traffic.simulation is None and config.sizing.scheduler != SchedulerConfig():
+        plan.notes.append(f"sizing.scheduler.* is not read: {traffic.source} holds calls")
+    return plan
 
 
 def load_traffic(config: Config, path: str, service: Service | None = None) -> Traffic:
@@ -129,21 +149,15 @@ def support_of(config: Config) -> Support:
 
 
 def _service(config: Config, support: Support | None) -> Service:
-    """Return which modes serve the traffic; where none does, as for graphs that serve all."""
-    if config.mode is Mode.NONE:
-        query_len = config.capture.uniform_query_len
-        return Service(decode=Mode.PIECEWISE, mixed=Mode.PIECEWISE, query_len=query_len)
-    return service_for(config, support)
-
-
-def service_for(config: Config, support: Support | None) -> Service:
     """Return which modes serve the traffic: as the cost's report found, else as far as is known.
 
     A report of the same mode knows what the model's own ops support; before a model is built only
-    its attention backend is known.
+    its attention backend is known. Where nothing is captured, it is as for graphs that serve all.
     """
-    service = service_of(config, support)
-    path = config.sizing.cost
+    if config.mode is Mode.NONE:
+        query_len = config.capture.uniform_query_len
+        return Service(decode=Mode.PIECEWISE, mixed=Mode.PIECEWISE, query_len=query_len)
+    service, path = service_of(config, support), config.sizing.cost
     found = read_report(path).get("mode", {}) if path is not None else {}
     if path is None or found.get("requested") != config.mode.value:
         return service
@@ -162,27 +176,3 @@ def cost_for(config: Config, service: Service) -> StepCost:
     if sizing.has_modelled_times:
         return modelled(sizing.fixed_us, sizing.row_us)
     return rows_only()
-
-
-def _plan(
-    config: Config,
-    traffic: Traffic,
-    service: Service,
-    compare: dict[str, list[int]] | None = None,
-) -> SizePlan:
-    cost, max_size = cost_for(config, service), config.capture.max_size
-    plan = plan_sizes(traffic, service, cost, config.sizing, max_size=max_size, compare=compare)
-    if traffic.simulation is None and config.sizing.scheduler != SchedulerConfig():
-        plan.notes.append(f"sizing.scheduler.* is not read: {traffic.source} holds calls")
-    return plan
-
-
-def _named(setting: str, path: str, config: Config, service: Service) -> Traffic:
-    """Load a traffic file for a setting; errors of the file begin with its name."""
-    try:
-        return load_traffic(config, path, service)
-    except ConfigError as error:
-        words = str(error)
-        if not words.startswith("traffic: "):
-            raise
-        raise ConfigError(f"{setting}: {words.removeprefix('traffic: ')}") from error

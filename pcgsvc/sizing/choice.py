@@ -15,9 +15,9 @@ import numpy as np
 
 from pcgsvc.config import Mode, SizingConfig, schedule
 from pcgsvc.errors import ConfigError
-from pcgsvc.sizing.cost import Floats, StepCost
-from pcgsvc.sizing.expect import Forecast, Ints, Service, arrays
-from pcgsvc.sizing.optimum import Kind, best_sizes
+from pcgsvc.sizing.cost import StepCost
+from pcgsvc.sizing.expect import Forecast, Service, arrays
+from pcgsvc.sizing.optimum import Floats, Ints, Kind, best_sizes
 from pcgsvc.sizing.traffic import Traffic
 
 _NOISE = 0.05

@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from pcgsvc.config import Mode
 from pcgsvc.errors import ConfigError
-
-Floats = npt.NDArray[np.float64]
+from pcgsvc.sizing.optimum import Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +50,8 @@ class Memory:
 
     backend: str
     """`cuda` or `recorded`."""
-    num_sizes: int
-    sum_sizes: int
-    max_size: int
+    sizes: Sequence[int]
+    """That were captured."""
     pool_bytes: int
     device_bytes: int
     """0 where there is no device."""
@@ -66,15 +64,14 @@ class Memory:
         needs; the driver's memory grows with the number of graphs. Recordings share nothing.
         """
         if self.backend != "cuda":
-            return round(self.pool_bytes * sum(sizes) / self.sum_sizes)
+            return round(self.pool_bytes * sum(sizes) / sum(self.sizes))
         driver = max(0, self.device_bytes - self.pool_bytes)
-        return round(
-            self.pool_bytes * max(sizes) / self.max_size + driver * len(sizes) / self.num_sizes
-        )
+        pool = self.pool_bytes * max(sizes) / max(self.sizes)
+        return round(pool + driver * len(sizes) / len(self.sizes))
 
     def graphs(self, sizes: Sequence[int]) -> int:
         """Return how many graphs other sizes make."""
-        return round(self.num_graphs * len(sizes) / self.num_sizes)
+        return round(self.num_graphs * len(sizes) / len(self.sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +210,9 @@ def _memory(path: str | Path, graphs: Any) -> Memory | None:
     if not isinstance(graphs, dict) or not graphs.get("sizes"):
         return None
     try:
-        sizes = [int(size) for size in graphs["sizes"]]
         return Memory(
             backend=str(graphs["backend"]),
-            num_sizes=len(sizes),
-            sum_sizes=sum(sizes),
-            max_size=max(sizes),
+            sizes=[int(size) for size in graphs["sizes"]],
             pool_bytes=int(graphs["pool_bytes"]),
             device_bytes=int(graphs["device_bytes"]),
             num_graphs=int(graphs["num_graphs"]),

@@ -15,10 +15,9 @@ import numpy.typing as npt
 from pcgsvc.config import Config, Mode
 from pcgsvc.ops.modes import fewest_rows, has_own_uniform, resolve_mode
 from pcgsvc.ops.support import Support
-from pcgsvc.sizing.cost import Floats, StepCost
+from pcgsvc.sizing.cost import StepCost
+from pcgsvc.sizing.optimum import Floats, Ints
 from pcgsvc.sizing.traffic import Traffic
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

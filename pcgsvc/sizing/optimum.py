@@ -78,15 +78,9 @@ def _trace(before: list[Ints], count: int) -> list[int]:
     return chosen[::-1]
 
 
-@dataclass(frozen=True)
-class _Level:
-    """Rows that are solved together; bounds come from rows of the levels before."""
-
-    rows: Ints
-    left: Ints
-    """The solved row before each, or 0."""
-    right: Ints
-    """The solved row after each, or n + 1."""
+_Level = tuple[Ints, Ints, Ints]
+"""Rows that are solved together; of the levels before, the solved row before each (or 0), and after
+it (or n + 1)."""
 
 
 def _levels(count: int) -> list[_Level]:
@@ -95,7 +89,7 @@ def _levels(count: int) -> list[_Level]:
     while spans:
         rows = [(low + high) // 2 for low, high in spans]
         lows, highs = zip(*spans, strict=True)
-        levels.append(_Level(np.array(rows), np.array(lows), np.array(highs)))
+        levels.append((np.array(rows), np.array(lows), np.array(highs)))
         halves = [
             half
             for (low, high), row in zip(spans, rows, strict=True)
@@ -118,8 +112,7 @@ def _next_row(
     first = np.full(count + 2, used, dtype=np.int64)
     first[count + 1] = count
     for level in levels:
-        solvable = level.rows > used
-        rows, left, right = level.rows[solvable], level.left[solvable], level.right[solvable]
+        rows, left, right = (array[level[0] > used] for array in level)
         if not len(rows):
             continue
         low = first[left]  # of a row without a solution: `used`

@@ -167,7 +167,7 @@ class Lifetimes:
             return True
         return name.strip("_").startswith(_LIBRARY_CALLS)
 
-    def events(self, rows: int, *, full: bool) -> Iterator[Event]:
+    def events(self, rows: int, full: bool) -> Iterator[Event]:
         """Yield what one run allocates and frees, results freed at its end.
 
         Args:

@@ -11,32 +11,32 @@ allocates inside a full graph always from the latter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.capture.plan import BatchDescriptor
+from pcgsvc.capture.plan import EntryKey
 from pcgsvc.config import Config, Graphs, Mode
+from pcgsvc.config.devices import dtype_of
+from pcgsvc.forward.plain import words_of
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.jobs.plan.lifetimes import Lifetimes
 from pcgsvc.jobs.plan.pool import Event, Pool
-from pcgsvc.jobs.plan.request import CacheOnly, first_line
+from pcgsvc.jobs.plan.request import CacheOnly
 from pcgsvc.jobs.plan.tracked import attention_events, shape_context
 from pcgsvc.ops.attention import AttentionBackend
 from pcgsvc.ops.context import ForwardContext
 
-ATTENTION = "pcgsvc::attention"
+_ATTENTION = "pcgsvc::attention"
 
-Key = tuple[Mode, BatchDescriptor]
 EventsOf = Callable[[int, bool], Iterable[Event]]
 """(rows, full) -> what one run allocates and frees."""
 
 
-@dataclass(kw_only=True)
-class Item:
+class Item(NamedTuple):
     """One line of an estimate."""
 
     name: str
@@ -47,161 +47,137 @@ class Item:
 
 @dataclass(kw_only=True)
 class MemoryEstimate:
-    """What a build would hold."""
+    """What a build would hold; without lines until they are added."""
 
+    config: Config
+    """Resolved."""
+    workspace: Workspace
+    """Without memory."""
+    entries: Sequence[EntryKey]
+    """What would be captured, in order."""
     items: list[Item] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What the figures leave out."""
-
-    def add(self, name: str, num_bytes: int, method: str) -> None:
-        """Add a line."""
-        self.items.append(Item(name=name, num_bytes=num_bytes, method=method))
-
-    def note(self, text: str) -> None:
-        """Add a note, once."""
-        if text not in self.notes:
-            self.notes.append(text)
 
     @property
     def total(self) -> int:
         """Bytes of all lines."""
         return sum(item.num_bytes for item in self.items)
 
+    def _add(self, name: str, num_bytes: int, method: str) -> None:
+        self.items.append(Item(name, num_bytes, method))
 
-def static_memory(estimate: MemoryEstimate, workspace: Workspace) -> None:
-    """Add what is allocated once: weights, input and metadata buffers, KV cache."""
-    weights = storage_bytes(workspace.tensors.values())
-    estimate.add("weights", weights, "parameters and buffers, shared storage once")
-    buffers = storage_bytes(workspace.buffers.values()) + workspace.step.num_bytes
-    estimate.add(
-        "static buffers",
-        buffers,
-        f"inputs and step metadata for {workspace.max_tokens} rows and "
-        f"{workspace.max_reqs} requests",
-    )
-    backend, geometry = workspace.attention, workspace.geometry
-    if backend is None or geometry is None:
-        return
-    estimate.add(
-        "KV cache",
-        storage_bytes(backend.kv_cache),
-        f"{geometry.num_blocks} blocks of {geometry.block_size} tokens in "
-        f"{backend.spec.num_layers} layers, {geometry.scratch_blocks} of them scratch",
-    )
-    own = [t for t in vars(backend).values() if isinstance(t, torch.Tensor)]
-    scratch = storage_bytes([*backend.kv_cache, *own]) - storage_bytes(backend.kv_cache)
-    if scratch:
-        estimate.add("attention scratch", scratch, "static tensors of the backend")
+    def _note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def add_static(self) -> None:
+        """Add what is allocated once: weights, input and metadata buffers, KV cache."""
+        workspace = self.workspace
+        weights = _storage_bytes(workspace.tensors.values())
+        self._add("weights", weights, "parameters and buffers, shared storage once")
+        buffers = _storage_bytes(workspace.buffers.values()) + workspace.step.num_bytes
+        self._add(
+            "static buffers",
+            buffers,
+            f"inputs and step metadata for {workspace.max_tokens} rows and "
+            f"{workspace.max_reqs} requests",
+        )
+        backend, geometry = workspace.attention, workspace.geometry
+        if backend is None or geometry is None:
+            return
+        self._add(
+            "KV cache",
+            _storage_bytes(backend.kv_cache),
+            f"{geometry.num_blocks} blocks of {geometry.block_size} tokens in "
+            f"{backend.spec.num_layers} layers, {geometry.scratch_blocks} of them scratch",
+        )
+        own = [t for t in vars(backend).values() if isinstance(t, torch.Tensor)]
+        scratch = _storage_bytes([*backend.kv_cache, *own]) - _storage_bytes(backend.kv_cache)
+        if scratch:
+            self._add("attention scratch", scratch, "static tensors of the backend")
+
+    def add_bridges(self, lifetimes: Lifetimes) -> None:
+        """Add the copies that piecewise entries keep of what splitting ops return."""
+        sizes = [d.num_tokens for mode, d in self.entries if mode is Mode.PIECEWISE]
+        total = sum(lifetimes.bridge_bytes(rows) for rows in sizes)
+        if total:
+            self._add("bridges", total, "one copy per entry of what splitting ops return")
+
+    def add_pool(self, events_of: EventsOf, *, fused: bool) -> None:
+        """Add the graph pool; `fused`: the events leave out what Inductor would fuse."""
+        config, workspace = self.config, self.workspace
+        if config.capture.graphs is Graphs.OFF or not self.entries:
+            return
+        pool, taken = Pool(), 0
+        like = torch.empty(0, dtype=dtype_of(config), device=workspace.device)
+        for mode, descriptor in self.entries:
+            events = list(events_of(descriptor.num_tokens, mode is Mode.FULL))
+            if mode is Mode.FULL:
+                query_len = config.capture.uniform_query_len if descriptor.uniform else None
+                context = shape_context(workspace, descriptor.num_tokens, query_len)
+                events = self._with_attention(events, context, like)
+            pool.play(events)
+            taken += sum(e.num_bytes for e in events if e.kind == "alloc")
+        source = (
+            "values that only generated kernels use taken as fused"
+            if fused
+            else "each op's result in memory until its last use"
+        )
+        if config.capture.graphs is Graphs.CUDA:
+            taken = pool.num_bytes
+            method = (
+                f"torch's allocator played through for all entries, largest first, {source}; "
+                f"{pool.peak / 2**20:.1f} MiB of it in use at most"
+            )
+            self._note(
+                "CUDA's own memory comes on top: on an H200 0.4 MiB (eager) to 1 MiB (inductor) "
+                "per graph of about 8 kernels"
+            )
+        else:
+            method = f"recordings share nothing: every result of every entry, {source}"
+        self._add("graph pool", taken, method)
+        budget = config.capture.memory_budget
+        if budget is not None and taken > budget:
+            self._note(
+                f"the graph pool passes capture.memory_budget={budget} bytes: a run would skip "
+                "sizes"
+            )
+
+    def _with_attention(
+        self, events: list[Event], context: ForwardContext, like: torch.Tensor
+    ) -> list[Event]:
+        """Return the events of a full graph with those of attention put in where it runs.
+
+        One layer stands for all: each frees what it took before the next one runs. Recordings keep
+        everything, so that there every layer counts. What other splitting ops allocate is only
+        noted.
+        """
+        names = {str(e.key) for e in events if e.kind == "boundary"}
+        missing = "allocates inside a full graph is not counted"
+        for name in sorted(names - {_ATTENTION}):
+            self._note(f"what {name} {missing}")
+        backend = context.attention
+        if not isinstance(backend, AttentionBackend) or isinstance(backend, CacheOnly):
+            return events
+        if _ATTENTION not in names:
+            return events
+        try:
+            own = attention_events(backend, context, like)
+        except Exception as error:  # noqa: BLE001 - a kernel may do anything
+            name, why = type(backend).__name__, words_of(error)[:140]
+            self._note(f"what {name} {missing}: it cannot run without memory ({why})")
+            return events
+        out: list[Event] = []
+        for at, event in enumerate(events):
+            out.append(event)
+            if event.kind == "boundary" and event.key == _ATTENTION:
+                out += [Event(e.kind, (at, e.key), e.num_bytes) for e in own]
+        return out
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages behind tensors, each once."""
     sizes = {torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors}
     return sum(sizes.values())
-
-
-def graph_memory(
-    estimate: MemoryEstimate,
-    config: Config,
-    workspace: Workspace,
-    entries: Sequence[Key],
-    events_of: EventsOf,
-    like: torch.Tensor,
-    fused: bool,
-) -> None:
-    """Add the graph pool.
-
-    Args:
-        estimate: gets a line, and notes.
-        config: resolved.
-        workspace: without memory.
-        entries: what would be captured, in order.
-        events_of: what one run of the program does.
-        like: any tensor of the model's device and dtype.
-        fused: whether the events leave out what Inductor would fuse.
-    """
-    if config.capture.graphs is Graphs.OFF or not entries:
-        return
-    pool, taken = Pool(), 0
-    for mode, descriptor in entries:
-        events = list(events_of(descriptor.num_tokens, mode is Mode.FULL))
-        if mode is Mode.FULL:
-            query_len = config.capture.uniform_query_len if descriptor.uniform else None
-            context = shape_context(workspace, descriptor.num_tokens, query_len)
-            events = _with_attention(events, context, like, estimate)
-        pool.play(events)
-        taken += sum(e.num_bytes for e in events if e.kind == "alloc")
-    source = (
-        "values that only generated kernels use taken as fused"
-        if fused
-        else "each op's result in memory until its last use"
-    )
-    if config.capture.graphs is Graphs.CUDA:
-        taken = pool.num_bytes
-        method = (
-            f"torch's allocator played through for all entries, largest first, {source}; "
-            f"{pool.peak / 2**20:.1f} MiB of it in use at most"
-        )
-        estimate.note(
-            "CUDA's own memory comes on top: on an H200 0.4 MiB (eager) to 1 MiB (inductor) per "
-            "graph of about 8 kernels"
-        )
-    else:
-        method = f"recordings share nothing: every result of every entry, {source}"
-    estimate.add("graph pool", taken, method)
-    budget = config.capture.memory_budget
-    if budget is not None and taken > budget:
-        estimate.note(
-            f"the graph pool passes capture.memory_budget={budget} bytes: a run would skip sizes"
-        )
-
-
-def _with_attention(
-    events: list[Event], context: ForwardContext, like: torch.Tensor, estimate: MemoryEstimate
-) -> list[Event]:
-    """Return the events of a full graph with those of attention put in where it runs.
-
-    One layer stands for all: each frees what it took before the next one runs. Recordings keep
-    everything, so that there every layer counts. What other splitting ops allocate is only noted.
-    """
-    names = {str(e.key) for e in events if e.kind == "boundary"}
-    missing = "allocates inside a full graph is not counted"
-    for name in sorted(names - {ATTENTION}):
-        estimate.note(f"what {name} {missing}")
-    backend = context.attention
-    if not isinstance(backend, AttentionBackend) or isinstance(backend, CacheOnly):
-        return events
-    if ATTENTION not in names:
-        return events
-    try:
-        own = attention_events(backend, context, like)
-    except Exception as error:  # noqa: BLE001 - a kernel may do anything
-        why = f"{type(error).__name__}: {first_line(error)[:120]}"
-        name = type(backend).__name__
-        estimate.note(f"what {name} {missing}: it cannot run without memory ({why})")
-        return events
-    out: list[Event] = []
-    for at, event in enumerate(events):
-        out.append(event)
-        if event.kind == "boundary" and event.key == ATTENTION:
-            out += [Event(e.kind, (at, e.key), e.num_bytes) for e in own]
-    return out
-
-
-def bridge_memory(estimate: MemoryEstimate, lifetimes: Lifetimes, entries: Sequence[Key]) -> None:
-    """Add the copies that piecewise entries keep of what splitting ops return."""
-    sizes = [d.num_tokens for mode, d in entries if mode is Mode.PIECEWISE]
-    total = sum(lifetimes.bridge_bytes(rows) for rows in sizes)
-    if total:
-        estimate.add("bridges", total, "one copy per entry of what splitting ops return")
-
-
-def as_json(estimate: MemoryEstimate) -> Mapping[str, Any]:
-    """Return the estimate as JSON types."""
-    return {
-        "total_bytes": estimate.total,
-        "items": [
-            {"name": i.name, "bytes": i.num_bytes, "method": i.method} for i in estimate.items
-        ],
-        "notes": list(estimate.notes),
-    }

@@ -5,28 +5,29 @@ In: a config. Out: a `Plan`. Knows nothing of how a plan is shown.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.build.probe import ProbedForward, probe_forward
+from pcgsvc.build.probe import probe_forward
 from pcgsvc.build.stages import split, trace_forward
-from pcgsvc.capture.plan import CapturePlan, EntryKey, plan_capture, support_of
+from pcgsvc.capture.plan import CapturePlan, plan_capture, support_of
 from pcgsvc.config import Compiler, Config, Graphs, Mode, Strategy
-from pcgsvc.config.devices import dtype_of, is_here
+from pcgsvc.config.devices import is_here
 from pcgsvc.errors import PcgError
 from pcgsvc.events import Phases, Progress
 from pcgsvc.forward.objects import tensors_of
+from pcgsvc.forward.plain import words_of
 from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Planned, Request, attention_of, make_workspace
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.jobs.plan.lifetimes import Lifetimes
-from pcgsvc.jobs.plan.memory import MemoryEstimate, bridge_memory, graph_memory, static_memory
+from pcgsvc.jobs.plan.memory import MemoryEstimate
 from pcgsvc.jobs.plan.pool import Event
 from pcgsvc.jobs.plan.request import plan_request
 from pcgsvc.jobs.plan.tracked import forward_events, shape_context
@@ -70,11 +71,6 @@ class Plan:
     """`strategy=breakable` with Inductor: the submodules that would be compiled."""
 
     @property
-    def entries(self) -> list[EntryKey]:
-        """What would be captured, in order."""
-        return self.capture.entries
-
-    @property
     def skipped(self) -> dict[int, str]:
         """Sizes that the graph is not valid for, with the reason."""
         return {key[1].num_tokens: reason for key, reason in self.capture.invalid}
@@ -84,7 +80,7 @@ class Plan:
         regions = self.image.count(Kind.REGION)
         found: dict[str, dict[str, int]] = {}
         for mode, each in ((Mode.PIECEWISE, regions), (Mode.FULL, 1)):
-            count = sum(m is mode for m, _ in self.entries)
+            count = sum(m is mode for m, _ in self.capture.entries)
             if count:
                 found[mode.value] = {"entries": count, "per_entry": each, "graphs": count * each}
         return found
@@ -191,14 +187,9 @@ def _traced(request: Request, planned: Planned, phases: Phases) -> Plan:
             results_only=fused and recorded,
             opaque_ops=recorded,
         )
-        static_memory(done.memory, workspace)
-        bridge_memory(done.memory, lifetimes, done.entries)
-
-        def events_of(rows: int, full: bool) -> Iterable[Event]:
-            return lifetimes.events(rows, full=full)
-
-        like = _like(config, workspace)
-        graph_memory(done.memory, config, workspace, done.entries, events_of, like, fused)
+        done.memory.add_static()
+        done.memory.add_bridges(lifetimes)
+        done.memory.add_pool(lifetimes.events, fused=fused)
     return done
 
 
@@ -217,16 +208,12 @@ def _plan(
         image=image,
         capture=capture,
         workspace=workspace,
-        memory=MemoryEstimate(),
+        memory=MemoryEstimate(config=request.config, workspace=workspace, entries=capture.entries),
         seconds=phases.seconds,
         warnings=warn_or_raise(
             request.config, [*capture.warnings, *planned.warnings, *warnings], capture.notes
         ),
     )
-
-
-def _like(config: Config, workspace: Workspace) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype_of(config), device=workspace.device)
 
 
 # ---- not traced ----------------------------------------------------------------------------------
@@ -240,8 +227,7 @@ def _untraced(request: Request, planned: Planned, phases: Phases) -> Plan:
     except PcgError:
         raise
     except Exception as error:  # noqa: BLE001 - a forward may do anything
-        first = (str(error).strip().splitlines() or [""])[0]
-        why = f"its forward reads values: {type(error).__name__}: {first}"
+        why = f"its forward reads values: {words_of(error)}"
     again = plan_request(request.config, phases.progress, real=why)  # resolved already
     request = replace(again, sizes=request.sizes, warnings=request.warnings)
     assert request.planned is not None
@@ -252,7 +238,8 @@ def _probed(request: Request, planned: Planned, phases: Phases) -> Plan:
     config, module = request.config, request.bundle.module
     probed = probe_forward(request, phases)
     warnings = probed.probe.warnings
-    done = _plan(request, planned, probed.image, probed.memory, phases, *warnings)
+    memory, names = probed.memory, probed.boundaries.names
+    done = _plan(request, planned, probed.image, memory, phases, *warnings)
     done.probe = probed.probe
     planned.notes.append(
         "partition.strategy=breakable: nothing is traced. The forward was run once per size on "
@@ -262,26 +249,15 @@ def _probed(request: Request, planned: Planned, phases: Phases) -> Plan:
         calls = probed.probe.largest.calls
         done.compile_modules = chosen(module, calls, config.partition.compile_modules)
         done.memory.notes.append("fusion inside compiled submodules is not counted")
+
+    @functools.cache  # of piecewise and full graphs of a size alike
+    def events_at(rows: int) -> list[Event]:
+        context = shape_context(memory, rows, None)
+        events = forward_events(module, memory, request.constants, context, names)
+        phases.progress.advance()
+        return events
+
     with phases.phase("count", len(done.capture.sizes)):
-        static_memory(done.memory, probed.memory)
-        events_of = _events_by_size(request, probed, phases)
-        like = _like(config, probed.memory)
-        graph_memory(done.memory, config, probed.memory, done.entries, events_of, like, fused=False)
+        done.memory.add_static()
+        done.memory.add_pool(lambda rows, full: events_at(rows), fused=False)
     return done
-
-
-def _events_by_size(
-    request: Request, probed: ProbedForward, phases: Phases
-) -> Callable[[int, bool], Iterable[Event]]:
-    """Return what gives the allocations of a run by row count; each row count is run once."""
-    seen: dict[int, list[Event]] = {}
-
-    def events_of(rows: int, full: bool) -> Iterable[Event]:
-        if rows not in seen:
-            context = shape_context(probed.memory, rows, None)
-            module, names = request.bundle.module, probed.boundaries.names
-            seen[rows] = forward_events(module, probed.memory, request.constants, context, names)
-            phases.progress.advance()
-        return seen[rows]
-
-    return events_of

@@ -20,6 +20,7 @@ from pcgsvc.config.devices import is_here
 from pcgsvc.errors import ConfigError, PcgError
 from pcgsvc.events import Progress
 from pcgsvc.forward.bundle import ModelBundle
+from pcgsvc.forward.plain import words_of
 from pcgsvc.forward.request import Planned, Request, arguments_of
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.models.catalog import validate_model
@@ -117,7 +118,7 @@ def _build(
     except PcgError:
         raise
     except Exception as error:  # noqa: BLE001 - a constructor may do anything
-        why = f"its constructor needs them: {type(error).__name__}: {first_line(error)}"
+        why = f"its constructor needs them: {words_of(error)}"
     _use_real_tensors(planned, why)
     return make_bundle(config, home)
 
@@ -125,11 +126,6 @@ def _build(
 def _use_real_tensors(planned: Planned, why: str) -> None:
     planned.warnings.append(f"the model was planned with its weights in memory, since {why}")
     planned.fake = contextlib.nullcontext()
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; empty if it has none."""
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _dtype_note(config: Config, bundle: ModelBundle) -> list[str]:

@@ -6,17 +6,17 @@ In: a `Plan`. Out: plain dicts of JSON types.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.jobs.plan.collectives import collectives_of
-from pcgsvc.jobs.plan.memory import as_json
+from pcgsvc.forward.specs import value_at
+from pcgsvc.jobs.plan.lifetimes import num_bytes
 from pcgsvc.jobs.plan.planner import Plan
+from pcgsvc.ops.collectives import COLLECTIVES
 from pcgsvc.program.pieces import Kind, Piece
 from pcgsvc.report.fold import fold
 from pcgsvc.report.report import compiler_of, program_report
@@ -59,16 +59,17 @@ def plan_report(plan: Plan) -> dict[str, Any]:
 
 def plan_section(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON types."""
-    kinds = list(_kinds(plan))
-    graphs = plan.graphs()
+    kinds, sequence = _kinds(plan)
+    graphs, memory, tensors = plan.graphs(), plan.memory, plan.workspace.tensors
+    sizes = plan.request.config.capture.final_sizes
     return {
         "device": str(plan.planned.target),
         "traced_on": str(plan.request.device),
-        "weights_in_memory": _has_weights(plan),
+        "weights_in_memory": any(map(torch_private.has_memory, tensors.values())),
         "graphs": {
             "num_graphs": sum(g["graphs"] for g in graphs.values()),
             "by_mode": graphs,
-            "sizes": sorted({d.num_tokens for _, d in plan.entries}),
+            "sizes": sorted({d.num_tokens for _, d in plan.capture.entries}),
             "skipped": [{"size": s, "reason": r} for s, r in sorted(plan.skipped.items())],
         },
         "support": [{**row, "meaning": _MEANING[row["support"]]} for row in plan.support()],
@@ -77,23 +78,20 @@ def plan_section(plan: Plan) -> dict[str, Any]:
             asked: {"resolved": r.resolved.value, "reasons": list(r.reasons)}
             for asked, r in plan.modes().items()
         },
-        "kinds": [kind.as_json() for kind in _gathered(kinds)],
-        "sequence": _sequence(kinds),
+        "kinds": kinds,
+        "sequence": sequence,
         "num_artifacts": plan.num_artifacts(),
         "compile_modules": list(plan.compile_modules),
-        "collectives": _collectives(plan),
-        "memory": as_json(plan.memory),
+        "collectives": [] if plan.traced is None else _collectives(plan.traced, sizes),
+        "memory": {
+            "total_bytes": memory.total,
+            "items": [
+                {"name": i.name, "bytes": i.num_bytes, "method": i.method} for i in memory.items
+            ],
+            "notes": list(memory.notes),
+        },
         "notes": list(plan.planned.notes),
     }
-
-
-def _collectives(plan: Plan) -> list[dict[str, Any]]:
-    sizes = plan.request.config.capture.final_sizes
-    return [] if plan.traced is None else collectives_of(plan.traced, sizes)
-
-
-def _has_weights(plan: Plan) -> bool:
-    return any(map(torch_private.has_memory, plan.workspace.tensors.values()))
 
 
 def _mode_words(plan: Plan) -> str:
@@ -112,87 +110,96 @@ def _mode_words(plan: Plan) -> str:
     )
 
 
+def _collectives(traced: TracedGraph, sizes: list[int]) -> list[dict[str, Any]]:
+    """Return the collectives of one step, equal ones together, with their bytes at each size.
+
+    The bytes of one are those of the tensor that all ranks have afterwards, or of the larger one
+    that they had before.
+    """
+    found: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for node in traced.graph.nodes:
+        for name in set(op_names(node)) & COLLECTIVES:
+            given = [a for a in node.args if isinstance(a, torch.fx.Node)]
+            values = [n.meta.get("example_value") for n in (node, *given)]
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            at = [max(value_at(num_bytes(traced, t), rows) for t in tensors) for rows in sizes]
+            found[name, tuple(at)] += 1
+    return [
+        {"op": name, "count": count, "bytes": dict(zip(map(str, sizes), at, strict=True))}
+        for (name, at), count in found.items()
+    ]
+
+
 # ---- kinds of pieces -----------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class _Kind:
-    """A piece; equal ones are shown once."""
+class _Shown(NamedTuple):
+    """A piece as it is shown; equal ones are shown once."""
 
+    name: str
     kind: str
     hash: str | None
     reason: str
     ops: list[str]
     """In order."""
-    splitting: dict[str, int]
-    names: list[str]
-    """Of all pieces like it."""
-    code: list[str] = field(default_factory=list)
-    """One line per op with shape and the user's line; empty for a forward that is not traced."""
-    inputs: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
+    splitting: Iterable[str] = ()
+    code: list[str] | None = None
+    """One line per op with shape and the user's line; None for a forward that is not traced."""
+    inputs: list[str] | None = None
+    outputs: list[str] | None = None
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return (self.kind, self.hash, self.reason, tuple(self.ops))
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "hash": self.hash,
-            "count": len(self.names),
-            "pieces": self.names,
-            "reason": self.reason,
-            "num_ops": len(self.ops),
-            "ops": _counted(dict(Counter(self.ops).most_common())),
-            "splitting": _counted(self.splitting),
-            "inputs": self.inputs,
-            "outputs": self.outputs,
-            "code": self.code,
+def _kinds(plan: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the kinds of pieces in order of first appearance, and the order of the pieces, folded.
+
+    `kinds` of a stretch are places in the list of kinds.
+    """
+    alike: dict[tuple[Any, ...], list[_Shown]] = {}
+    order: list[int] = []
+    for piece in _pieces(plan):
+        key = (piece.kind, piece.hash, piece.reason, *piece.ops)
+        alike.setdefault(key, []).append(piece)
+        order.append(list(alike).index(key))
+    kinds = [
+        {
+            "kind": same[0].kind,
+            "hash": same[0].hash,
+            "count": len(same),
+            "pieces": [piece.name for piece in same],
+            "reason": same[0].reason,
+            "num_ops": len(same[0].ops),
+            "ops": _counted(Counter(same[0].ops).most_common()),
+            "splitting": _counted(Counter(same[0].splitting).items()),
+            "inputs": same[0].inputs or [],
+            "outputs": same[0].outputs or [],
+            "code": same[0].code or [],
         }
-
-
-def _counted(ops: dict[str, int]) -> list[dict[str, Any]]:
-    return [{"op": op, "count": count} for op, count in ops.items()]
-
-
-def _gathered(kinds: list[_Kind]) -> list[_Kind]:
-    """Return one of each kind in order of first appearance, with the names of all like it."""
-    found: dict[tuple[Any, ...], _Kind] = {}
-    for kind in kinds:
-        first = found.setdefault(kind.key, kind)
-        if first is not kind:
-            first.names += kind.names
-    return list(found.values())
-
-
-def _sequence(kinds: list[_Kind]) -> list[dict[str, Any]]:
-    """Return the order of the pieces, folded: `kinds` are places in the list of kinds."""
-    places: dict[tuple[Any, ...], int] = {}
-    numbers = [places.setdefault(kind.key, len(places)) for kind in kinds]
-    return [
-        {"repeat": s.repeat, "kinds": numbers[s.first : s.first + s.length]} for s in fold(numbers)
+        for same in alike.values()
     ]
+    folded = [
+        {"repeat": s.repeat, "kinds": order[s.first : s.first + s.length]} for s in fold(order)
+    ]
+    return kinds, folded
 
 
-def _kinds(plan: Plan) -> Iterator[_Kind]:
+def _counted(ops: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
+    return [{"op": op, "count": count} for op, count in ops]
+
+
+def _pieces(plan: Plan) -> Iterator[_Shown]:
     if plan.partition is not None and plan.traced is not None:
         for piece in plan.partition.pieces:
-            yield _traced_kind(piece, plan.traced)
+            yield _traced_piece(piece, plan.traced)
         return
     assert plan.probe is not None
     kernels = iter(plan.probe.largest.kernels)
     for info in plan.image.pieces:
-        region = info.kind == Kind.REGION.value
-        ops = [next(kernels) for _ in range(info.ops)] if region else _breaks(info.reason)
-        yield _Kind(
-            kind=info.kind,
-            hash=info.hash,
-            reason=info.reason,
-            ops=ops,
-            splitting={} if region else dict(Counter(ops)),
-            names=[info.name],
-        )
+        if info.kind == Kind.REGION.value:
+            ops = [next(kernels) for _ in range(info.ops)]
+            yield _Shown(info.name, info.kind, info.hash, info.reason, ops)
+        else:
+            ops = _breaks(info.reason)
+            yield _Shown(info.name, info.kind, info.hash, info.reason, ops, splitting=ops)
 
 
 def _breaks(reason: str) -> list[str]:
@@ -200,14 +207,14 @@ def _breaks(reason: str) -> list[str]:
     return [part.rpartition(": ")[0] for part in reason.split("; ")]
 
 
-def _traced_kind(piece: Piece, traced: TracedGraph) -> _Kind:
-    return _Kind(
+def _traced_piece(piece: Piece, traced: TracedGraph) -> _Shown:
+    return _Shown(
+        name=piece.name,
         kind=piece.kind.value,
         hash=piece.hash,
         reason=piece.reason,
         ops=[_op(node) for node in piece.nodes],
-        splitting=dict(Counter(piece.splitting.values())),
-        names=[piece.name],
+        splitting=piece.splitting.values(),
         code=[_line(node, traced) for node in piece.nodes],
         inputs=[_shape(node, traced) for node in piece.inputs],
         outputs=[_shape(node, traced) for node in piece.outputs],

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pcgsvc.config import Config
-from pcgsvc.report.plots import has_matplotlib
+from pcgsvc.report.plots import has_matplotlib, not_drawn
 from pcgsvc.report.report import write_report
 from pcgsvc.report.sizes_plot import draw_sizes
 from pcgsvc.report.sizes_table import show_sizes
@@ -42,9 +42,8 @@ def sizes_job(config: Config, report_path: Path, out: Console) -> None:
     if has_matplotlib():
         draw_sizes(plan, picture)
     else:
-        words = f"{picture.name} is not drawn: matplotlib is not installed (pip install matplotlib)"
-        logger.warning("%s", words)
-        warnings.append(words)
+        warnings.append(not_drawn(picture.name))
+        logger.warning("%s", warnings[0])
     write_report({**plan.as_json(), "warnings": warnings}, path)
     show_sizes(out, plan)
     show_place(out, path.absolute())

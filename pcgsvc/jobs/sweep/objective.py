@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pcgsvc.config import Config, Job, Objective
 from pcgsvc.errors import ConfigError
-from pcgsvc.report.costs import Kind, Ladder
+from pcgsvc.report.costs import Kind, Ladder, is_best
 from pcgsvc.report.files import write_whole
 from pcgsvc.report.rows import Facts, Row, facts_of
 
@@ -140,7 +140,7 @@ def write_best(rows: Sequence[Row], folder: Path) -> list[Path]:
             if math.inf not in values:
                 found.append((row, tree, values))
     points = [values for _, _, values in found]
-    best = [each for each in found if not any(_beats(point, each[2]) for point in points)]
+    best = [each for each in found if is_best(each[2], points)]
     if points and len(points[0]) == 1:
         best = best[:1]
     written = []
@@ -152,8 +152,3 @@ def write_best(rows: Sequence[Row], folder: Path) -> list[Path]:
         write_whole(path, (head + OmegaConf.to_yaml(OmegaConf.create(kept))).encode())
         written.append(path)
     return written
-
-
-def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether a point is as good in all objectives and better in one."""
-    return all(a <= b for a, b in zip(one, other, strict=True)) and list(one) != list(other)

@@ -14,12 +14,11 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from pcgsvc.config.compose import from_tree
+from pcgsvc.config.compose import from_tree, plain
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.sweep.isolate import run_isolated
 from pcgsvc.jobs.sweep.objective import result_of
@@ -100,7 +99,7 @@ def _run(composed: DictConfig, *, may_isolate: bool) -> Outcome:
         report = Path(config.report).absolute() if config.report else folder / REPORT
         if not (may_isolate and config.sweep.isolate):
             return perform(config, report, verbose=bool(hydra.verbose))
-        verbose, logs = _plain(hydra.verbose), _plain(hydra.job_logging)
+        verbose, logs = plain(hydra.verbose), plain(hydra.job_logging)
         try:
             return run_isolated(config, report, folder, logging_config=logs, verbose=verbose)
         except OSError as error:  # no memory for a process, no room for its output
@@ -111,10 +110,6 @@ def _run(composed: DictConfig, *, may_isolate: bool) -> Outcome:
 def _in_folder(name: str) -> contextlib.AbstractContextManager[None]:
     """Let paths mean what the shell meant, unless another machine has no such folder."""
     return contextlib.chdir(name) if Path(name).is_dir() else contextlib.nullcontext()
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _log(record: Record, total: int | None) -> None:
