@@ -15,6 +15,7 @@ from typing import Any
 from pcgsvc.cache.entries import Entries, WriteError
 from pcgsvc.cache.envelope import AbsentError, Kind, MissError
 from pcgsvc.cache.index import Index
+from pcgsvc.program.keys import flatten
 
 ABSENT = "(absent)"
 """Stands for a fact that one of the two sides does not have."""
@@ -195,17 +196,6 @@ def differing_facts(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> lis
         for name in sorted({*old, *new})
         if _canonical(old.get(name, ABSENT)) != _canonical(new.get(name, ABSENT))
     ]
-
-
-def flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dotted names; lists stay whole."""
-    out: dict[str, Any] = {}
-    for name, value in facts.items():
-        if isinstance(value, Mapping) and value:
-            out |= flatten(value, f"{prefix}{name}.")
-        else:
-            out[f"{prefix}{name}"] = value
-    return out
 
 
 def _canonical(value: Any) -> str:

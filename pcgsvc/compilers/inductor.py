@@ -24,7 +24,14 @@ from pcgsvc.program.program import Boundaries, boundaries_of
 
 
 class InductorPiece:
-    """A compiled piece. On the CPU its kernels are C++ that no dispatch mode sees."""
+    """A compiled piece. On the CPU its kernels are C++ that no dispatch mode sees.
+
+    Args:
+        artifact: Inductor's, compiled or deserialised, or a `DirectArtifact`; trusted.
+        num_outputs: how many results it has.
+        boundaries: the splitting ops that it calls by itself; None: it is a region.
+        baked: places of the arguments that are compiled in.
+    """
 
     opaque = True
 
@@ -38,7 +45,6 @@ class InductorPiece:
         self._artifact = artifact
         self._num_outputs = num_outputs
         self._baked = frozenset(baked)
-        """Places of the arguments that are compiled in."""
         self.boundaries = boundaries
         self.problems: list[str] = []
         """What the passes were to do and did not, as warnings; not stored."""
@@ -64,17 +70,6 @@ class InductorPiece:
         """Return the artifact's serialised form."""
         return torch_private.inductor_serialize(self._artifact)
 
-    @classmethod
-    def from_bytes(
-        cls,
-        data: bytes,
-        num_outputs: int,
-        boundaries: Boundaries | None = None,
-        baked: Sequence[int] = (),
-    ) -> InductorPiece:
-        """Load an artifact that is trusted."""
-        return cls(torch_private.inductor_deserialize(data), num_outputs, boundaries, baked)
-
     def num_kernels(self) -> int:
         """See `CompiledPiece.num_kernels`: launches in the generated code."""
         if isinstance(self._artifact, DirectArtifact):
@@ -94,20 +89,6 @@ class InductorPiece:
         """
         form, files = extract(self._artifact, folder, self.num_kernels())
         return json.dumps(form, sort_keys=True).encode(), files
-
-    @classmethod
-    def from_direct(
-        cls,
-        data: bytes,
-        folder: Path,
-        device: int,
-        num_outputs: int,
-        boundaries: Boundaries | None = None,
-        baked: Sequence[int] = (),
-    ) -> InductorPiece:
-        """Load what `to_direct` gave, its files in `folder`; it must be trusted."""
-        artifact = DirectArtifact(json.loads(data), folder, device)
-        return cls(artifact, num_outputs, boundaries, baked)
 
 
 def compile_piece(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pcgsvc.cache.reports import flatten
+from pcgsvc.program.keys import flatten
 from pcgsvc.report.columns import Column, Figures, mib, written
 from pcgsvc.report.costs import KINDS, Job
 from pcgsvc.report.rows import Facts, Step
