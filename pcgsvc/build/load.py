@@ -85,7 +85,7 @@ def _facts(request: Request, env: BuildEnvironment) -> Mapping[str, Any]:
         bundle.module,
         request.inputs,
         request.constants,
-        env.artifacts.environment,
+        env.artifacts.pieces.environment,
         bundle.facts,
     )
 
@@ -111,7 +111,7 @@ def _load(request: Request, found: ProgramLookup, env: BuildEnvironment) -> None
         image=image,
         program=Program(image.spec, pieces, artifacts.specialized),
         start="warm",
-        counts=artifacts.counts,
+        counts=artifacts.pieces.counts,
         facts=found.facts,
         misses=found.misses,
         ranks=env.ranks,

@@ -89,7 +89,7 @@ def probe_program(request: Request, found: ProgramLookup, env: BuildEnvironment)
         image=probed.image,
         program=Program(probed.image.spec, {PIECE: piece}),
         start="cold",
-        counts=env.artifacts.counts,
+        counts=env.artifacts.pieces.counts,
         misses=found.misses,
         warnings=warnings,
         memory=probed.memory,
@@ -110,7 +110,6 @@ def _compile_submodules(
         env.ready_compilers(inductor=True)
     names = chosen(module, one, config.partition.compile_modules)
     with env.phases.phase("compile", len(names)):
-        env.artifacts.prepare_toolchain()
         compiled = partial(compile_piece, size=None, config=config, env=env)
         piece.forwards, warnings = compile_submodules(module, names, one, other, compiled)
     return warnings

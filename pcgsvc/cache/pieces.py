@@ -189,6 +189,8 @@ class Pieces:
         """
         assert piece.hash is not None
         assert piece.document is not None
+        if self.toolchain is not None:
+            self.toolchain.prepare()
         facts = self._facts(piece.hash, piece.document, size=size)
         fresh: list[CompiledPiece] = []
 
@@ -236,7 +238,7 @@ class Pieces:
             raise _UnsavedError(compiled, error) from error
         # All kernels of this build so far: one that an earlier piece has made as well is not made
         # again, and this piece must be able to do without that one.
-        files = blob.snapshot(self._folder.path) - self.toolchain.files
+        files = blob.snapshot(self._folder.path) - (self.toolchain.files or set())
         return compiled, blob.pack(artifact, self._folder.path, files)
 
     def store_direct(

@@ -124,7 +124,7 @@ def _hit_or_miss(request: Request, store: Store, folder: CompilerFolder) -> str:
             module,
             request.inputs,
             constants,
-            artifacts.environment,
+            artifacts.pieces.environment,
             request.bundle.facts,
         )
     except NotCanonicalError as error:
@@ -134,7 +134,7 @@ def _hit_or_miss(request: Request, store: Store, folder: CompilerFolder) -> str:
         artifacts.load(facts, module, constants)
     except NoProgramError as error:
         return f"miss: program {key}: {error}. {explain(store, facts)}"
-    return f"hit: program {key}, {words.count(artifacts.counts.loaded, 'piece')}"
+    return f"hit: program {key}, {words.count(artifacts.pieces.counts.loaded, 'piece')}"
 
 
 def _check(config: Config, store: Store) -> Iterator[str]:

@@ -210,5 +210,8 @@ def _bundle(module: Llama, tokenizer: Tokenizer | None) -> ModelBundle:
     dims, ranks = module.dims, module.ranks
     here = shard_dims(dims, ranks).attention_spec()
     bundle = language_bundle(module, here, dims.vocab_size, tokenizer=tokenizer)
-    bundle.parallel = in_words(dims, ranks) if ranks > 1 else {}
+    if ranks > 1:
+        bundle.parallel = in_words(
+            is_head_split=module.splits_head, kv_heads=dims.num_kv_heads, world=ranks
+        )
     return bundle
