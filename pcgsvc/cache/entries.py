@@ -39,7 +39,7 @@ from pcgsvc.cache.envelope import (
     decode,
 )
 from pcgsvc.cache.file_lock import Held, acquire
-from pcgsvc.cache.quarantine import Quarantine
+from pcgsvc.cache.quarantine import Quarantine, remove
 from pcgsvc.cache.root import ENTRIES_NAME, is_ours_alone
 
 logger = logging.getLogger(__name__)
@@ -332,12 +332,7 @@ class Entries:
         self._swept = True
         self.strays(delete=True)
         for name in (_CLEARED, *_FORMER):
-            path = self.data / name
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            remove(self.data / name)
 
 
 def _drop_if_free(path: Path, *, drop: bool = True) -> bool:

@@ -67,8 +67,6 @@ class ProgramInfo:
     """Seconds since the epoch."""
     last_use: float
     """Seconds since the epoch."""
-    summary: Mapping[str, Any]
-    """The facts in which the stored programs differ; empty for a single one."""
     facts: Mapping[str, Any]
 
 
@@ -153,9 +151,6 @@ def list_programs(entries: Entries, index: Index) -> list[ProgramInfo]:
     """Return the stored programs, most recently used first; unreadable ones are left out."""
     headers = index.headers()
     records = {(record.kind, record.key): record for record in entries.scan()}
-    flat = {key: flatten(header.facts) for key, header in headers.items()}
-    names = sorted({name for facts in flat.values() for name in facts})
-    differing = [n for n in names if len({_canonical(f.get(n, ABSENT)) for f in flat.values()}) > 1]
     infos = []
     for key, header in headers.items():
         record = records.get((Kind.PROGRAM, key))
@@ -169,7 +164,6 @@ def list_programs(entries: Entries, index: Index) -> list[ProgramInfo]:
                 num_pieces=len(pieces),
                 created=header.created,
                 last_use=record.last_use,
-                summary={name: flat[key].get(name, ABSENT) for name in differing},
                 facts=header.facts,
             )
         )

@@ -20,10 +20,10 @@ from pcgsvc.compilers.specialize import baked_inputs, graph_for
 from pcgsvc.config import CompilerConfig
 from pcgsvc.errors import CompileError
 from pcgsvc.program.pieces import Piece, graph_module
-from pcgsvc.program.program import Boundaries, boundaries_of
+from pcgsvc.program.program import Boundaries, CompiledPiece, boundaries_of
 
 
-class InductorPiece:
+class InductorPiece(CompiledPiece):
     """A compiled piece. On the CPU its kernels are C++ that no dispatch mode sees.
 
     Args:
@@ -55,10 +55,6 @@ class InductorPiece:
             args = tuple(a for at, a in enumerate(args) if at not in self._baked)
         results: Sequence[Any] = self._artifact(*args)
         return results[: self._num_outputs]
-
-    def source(self) -> str:
-        """See `CompiledPiece.source`."""
-        return ""
 
     def generated(self) -> str:
         """Return the source that Inductor generated; of a direct form, what of it is run."""

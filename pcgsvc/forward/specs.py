@@ -131,10 +131,6 @@ class SizePredicate:
     origins: tuple[str, ...] = ()
     """The user's line behind each condition, or an empty string."""
 
-    def and_also(self, condition: str, origin: str) -> SizePredicate:
-        """Return a predicate with one more condition."""
-        return SizePredicate((*self.conditions, condition), (*self.origins, origin))
-
     def broken_by(self, size: int) -> str | None:
         """Return the first condition that `size` does not satisfy, with its origin, or None."""
         for at, condition in enumerate(self.conditions):

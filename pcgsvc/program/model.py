@@ -92,7 +92,8 @@ class CompiledModel:
 
     def requiring(self, condition: str, origin: str) -> CompiledModel:
         """Return the same model, valid only for row counts `s` that satisfy one more condition."""
-        predicate = self.predicate.and_also(condition, origin)
+        old = self.predicate
+        predicate = SizePredicate((*old.conditions, condition), (*old.origins, origin))
         return replace(self, image=replace(self.image, predicate=predicate))
 
     def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
