@@ -20,7 +20,7 @@ from pcgsvc.errors import CompileError, ConfigError, PcgError, near
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.partition.fx import partition_fx
-from pcgsvc.program.outputs import OutputPlan
+from pcgsvc.program.model import OutputPlan
 from pcgsvc.program.pieces import Piece
 from pcgsvc.program.program import CompiledPiece, Direct, Program, program_of
 from pcgsvc.trace.dynamo import trace

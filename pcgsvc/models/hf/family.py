@@ -22,7 +22,6 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.hf import attention, probe, reference, sharding, weights
 from pcgsvc.models.hf.generation import sampling_of
-from pcgsvc.models.hf.positions import first_position
 from pcgsvc.models.hf.source import Source, open_source
 from pcgsvc.models.hf.tokenizer import has_tokenizer, load_tokenizer
 from pcgsvc.models.language import language_bundle
@@ -124,7 +123,7 @@ def _build(
     weights.freeze_frequencies(model)
     if place.world > 1:
         sharding.shard(source, model, specs.whole, place)
-    module = attention.HfCausalLM(model, first_position(model))
+    module = attention.HfCausalLM(model, attention.first_position(model))
     if expected is not None:
         kind = find_backend(config.attention.name)
         error = reference.check(source, expected, module, specs.here, kind, dtype=dtype)
@@ -141,7 +140,7 @@ def _load_parts(
     shard = functools.partial(sharding.shard, source, spec=specs.whole, place=place)
     model = weights.load_shards(source, attention.IMPLEMENTATION, shard, device=device, dtype=dtype)
     weights.freeze_frequencies(model)
-    return attention.HfCausalLM(model, first_position(model)), specs
+    return attention.HfCausalLM(model, attention.first_position(model)), specs
 
 
 def _specs(source: Source, place: Place) -> _Specs | None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from pcgsvc.errors import VerifyError
 from pcgsvc.forward.batch import Batch, CacheGeometry, StepBuffers, check_batch
-from pcgsvc.models.hf.positions import first_position
+from pcgsvc.models.hf.attention import first_position
 from pcgsvc.models.hf.source import Source
 from pcgsvc.models.hf.weights import implementation
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
