@@ -84,10 +84,6 @@ class Artifacts:
         """Keep other processes from building the same program; see `Store.lock`."""
         return self._store.lock(key_of(facts), self._config.cache.lock_timeout_s)
 
-    def has_program(self, facts: Mapping[str, Any]) -> bool:
-        """Whether there is an entry under these facts; not counted as a look-up."""
-        return self._store.available(Kind.PROGRAM, key_of(facts))
-
     def load(
         self, facts: Mapping[str, Any], module: Callable[..., Any], constants: Mapping[str, Any]
     ) -> tuple[ProgramImage, dict[str, CompiledPiece]]:
