@@ -170,18 +170,6 @@ def list_programs(entries: Entries, index: Index) -> list[ProgramInfo]:
     return sorted(infos, key=lambda info: info.last_use, reverse=True)
 
 
-def nearest_program(entries: Entries, index: Index, facts: Mapping[str, Any]) -> Nearest | None:
-    """Return the stored program whose facts differ least, or None if there is none.
-
-    Of several the most recently used.
-    """
-    found = [
-        Nearest(info.key, differing_facts(info.facts, facts))
-        for info in list_programs(entries, index)
-    ]
-    return min(found, key=lambda near: len(near.differences), default=None)
-
-
 def differing_facts(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[FactDifference]:
     """Return the facts in which two programs differ, by name."""
     old, new = flatten(stored), flatten(wanted)

@@ -286,7 +286,11 @@ class Store:
 
     def _count(self, kind: Kind, key: str, miss: str | None) -> None:
         with self._mutex:
-            self.counts.add(kind, key, miss)
+            if miss is None:
+                self.counts.hits += 1
+            else:
+                self.counts.misses += 1
+                self.counts.miss_reasons.append(f"{kind.value} {key[:12]}: {miss}")
 
     def _warn_once(self, message: str, *topics: str) -> None:
         """Log a warning; only for debugging if one with the first of its topics was logged."""
@@ -387,8 +391,12 @@ class Store:
         return reports.list_programs(self._entries, self._index)
 
     def nearest(self, facts: Mapping[str, Any]) -> Nearest | None:
-        """Return the stored program that differs from `facts` in the fewest, and in which."""
-        return reports.nearest_program(self._entries, self._index, facts)
+        """Return the stored program that differs from `facts` in the fewest, and in which.
+
+        Of several the most recently used; None: there is none.
+        """
+        found = [Nearest(i.key, reports.differing_facts(i.facts, facts)) for i in self.ls()]
+        return min(found, key=lambda near: len(near.differences), default=None)
 
     def num_bytes(self) -> int:
         """Return the size of all entries."""
