@@ -120,6 +120,14 @@ class Entries:
                 self.release(kind, key)
             return entry
 
+    def has(self, kind: Kind, key: str) -> bool:
+        """Whether there is a sound entry; see `read`."""
+        try:
+            self.read(kind, key)
+        except MissError:
+            return False
+        return True
+
     def seal(self, kind: Kind, key: str) -> bytes | None:
         """Return the first bytes of an entry's file, which hold its digest; None if unreadable."""
         try:

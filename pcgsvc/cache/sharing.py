@@ -111,7 +111,7 @@ class Sharing:
             raise self._missed(kind, key, found)
         # Else they are fetched when each is asked for.
         wanted = found.pieces if self._entries.writable else ()
-        missing = [piece for piece in wanted if not self._has_piece(piece)]
+        missing = [piece for piece in wanted if not self._entries.has(Kind.PIECE, piece)]
         for piece, part in zip(missing, self._get(Kind.PIECE, missing), strict=True):
             if isinstance(part, MissError):
                 cause = self._missed(Kind.PIECE, piece, part)
@@ -136,13 +136,6 @@ class Sharing:
         self._counts["hits"] += len(there)
         self._there |= there
         return found
-
-    def _has_piece(self, key: str) -> bool:
-        try:
-            self._entries.read(Kind.PIECE, key)
-        except MissError:
-            return False
-        return True
 
     def _missed(self, kind: Kind, key: str, miss: MissError) -> MissError:
         """Count a miss, and warn unless there simply is none; return it in words."""

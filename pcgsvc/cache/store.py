@@ -181,11 +181,7 @@ class Store:
 
     def has(self, kind: Kind, key: str) -> bool:
         """Whether a sound entry is in the store; see `read`."""
-        try:
-            self.read(kind, key)
-        except MissError:
-            return False
-        return True
+        return self._entries.has(kind, key)
 
     def available(self, kind: Kind, key: str) -> bool:
         """Whether an entry is in the store, or on the remote, where it may turn out unsound."""
