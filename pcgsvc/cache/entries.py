@@ -130,16 +130,13 @@ class Entries:
 
     def seal(self, kind: Kind, key: str) -> bytes | None:
         """Return the first bytes of an entry's file, which hold its digest; None if unreadable."""
-        try:
+        with contextlib.suppress(OSError):
             fd = os.open(self.path(kind, key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return None
-        try:
-            return os.pread(fd, NUM_PREFIX_BYTES, 0)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
+            try:
+                return os.pread(fd, NUM_PREFIX_BYTES, 0)
+            finally:
+                os.close(fd)
+        return None
 
     def scan(self, kind: Kind | None = None) -> list[Record]:
         """Return all entries, or all of a kind, by key."""

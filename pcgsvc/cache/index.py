@@ -90,7 +90,7 @@ class Index:
         """Delete the database; it is made anew when it is needed."""
         with self._mutex:
             self._headers.clear()
-            self._delete()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def _database(self) -> Path:
@@ -124,7 +124,7 @@ class Index:
                 level = logging.WARNING if _is_damage(error) else logging.DEBUG
                 words = "cache: index damaged (%s): thrown away, and made anew from the entries"
                 logger.log(level, words, error)
-                self._delete()
+                shutil.rmtree(self._folder, ignore_errors=True)
                 return None
 
     def _open(self) -> Any:
@@ -137,9 +137,6 @@ class Index:
         if found != "ok":
             raise DamagedError(" ".join(found.split()))
         return open_cache(self._folder)
-
-    def _delete(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _agreeing(headers: Mapping[str, Entry], seals: Mapping[str, bytes | None]) -> dict[str, Entry]:

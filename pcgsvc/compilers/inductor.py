@@ -131,7 +131,7 @@ def compile_piece(
 
 def _add_output(module: torch.fx.GraphModule) -> None:
     """Give a piece that only writes a result: Inductor wants at least one."""
-    output = next(n for n in module.graph.nodes if n.op == "output")
+    output = module.graph.output_node()
     with module.graph.inserting_before(output):
         output.args = ((module.graph.call_function(torch.empty, (0,)),),)
     module.recompile()
