@@ -56,6 +56,19 @@ def wanted(prompts: list[list[int]], new: int) -> list[list[int]]:
     return [recomputed(tuple(p), new) for p in prompts]
 
 
+def generate_ids(
+    runner: pcgsvc.Runner,
+    prompts: list[list[int]],
+    new: int,
+    *,
+    end_ids: frozenset[int] = frozenset(),
+) -> list[list[int]]:
+    """Continue greedily, to an end token of these alone."""
+    sampling = pcgsvc.Sampling(end_ids=end_ids)
+    made: list[list[int]] = runner.generate(prompts, new, sampling=sampling, return_ids=True)
+    return made
+
+
 class Words:
     """A tokenizer of numbers: "5 17" is [5, 17]."""
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from generate_helpers import Words, load, logits_of, wanted
+from generate_helpers import Words, generate_ids, load, logits_of, wanted
 
 import pcgsvc
 from pcgsvc.errors import BatchError, ConfigError
-from pcgsvc.serve.generate import generate_ids
 
 PROMPTS = [[5, 17, 200, 3], [9], [100, 101, 102, 103, 104, 105, 106, 107, 108, 11, 12], [42, 43]]
 NEW = 6

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from generate_helpers import generate_ids
 from hf_helpers import (
     bundle_of,
     forced_logits,
@@ -36,7 +37,6 @@ from pcgsvc.models.hf import attention, probe
 from pcgsvc.models.hf.source import open_source
 from pcgsvc.models.hf.weights import freeze_frequencies, make
 from pcgsvc.program.facts import program_facts
-from pcgsvc.serve.generate import generate_ids
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")

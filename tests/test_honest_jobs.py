@@ -149,7 +149,9 @@ def test_check_loads_every_program(cached_cli: Cli, monkeypatch: pytest.MonkeyPa
     found = cache_jobs.Artifacts
 
     class Elsewhere(found):
-        environment = {"torch": "1.0"}  # noqa: RUF012 - stands for a property
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.pieces.environment = {"torch": "1.0"}
 
     monkeypatch.setattr(cache_jobs, "Artifacts", Elsewhere)
     told = cached_cli("job=cache", "cache.action=check")

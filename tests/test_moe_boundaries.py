@@ -11,6 +11,7 @@ import pytest
 import torch
 from cli_helpers import run_job
 from core_helpers import rows, verified
+from generate_helpers import generate_ids
 from moe_helpers import TINY, moe_config
 from torch import nn
 
@@ -21,7 +22,6 @@ from pcgsvc.errors import ConfigError, PcgError
 from pcgsvc.jobs.app import main
 from pcgsvc.models.catalog import validate_model
 from pcgsvc.ops.expert_choice import choose
-from pcgsvc.serve.generate import generate_ids
 
 # ---- boundaries ----------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from generate_helpers import generate_ids
 from model_helpers import make_backend, make_context
 from script_helpers import load_script
 
@@ -25,7 +26,6 @@ from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.fetched import FETCHED, find_weights, models_dir
 from pcgsvc.models.tokenizer import GgufTokenizer
 from pcgsvc.ops.context import use_context
-from pcgsvc.serve.generate import generate_ids
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "fetch-smollm2"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pcgsvc.build.dump import dump_loaded
 from pcgsvc.build.environment import BuildEnvironment
+from pcgsvc.cache.envelope import Kind
 from pcgsvc.cache.programs import Artifacts, NoProgramError, require_warm
 from pcgsvc.config import Strategy
 from pcgsvc.errors import CacheError
@@ -73,7 +74,7 @@ def load_program(request: Request, env: BuildEnvironment) -> ProgramLookup:
             return found
         held = env.until_stored.enter_context(env.artifacts.lock(facts))
         # Another process may have stored it while this one waited for the lock.
-        if held and env.store.writable and env.artifacts.has_program(facts):
+        if held and env.store.writable and env.store.available(Kind.PROGRAM, key_of(facts)):
             _load(request, found, env)
     return found
 
@@ -90,7 +91,7 @@ def facts_of(request: Request, artifacts: Artifacts) -> Mapping[str, Any]:
         bundle.module,
         request.inputs,
         request.constants,
-        artifacts.environment,
+        artifacts.pieces.environment,
         bundle.facts,
     )
 
@@ -116,7 +117,7 @@ def _load(request: Request, found: ProgramLookup, env: BuildEnvironment) -> None
         image=image,
         program=Program(image.spec, pieces, artifacts.specialized),
         start="warm",
-        counts=artifacts.counts,
+        counts=artifacts.pieces.counts,
         facts=found.facts,
         misses=found.misses,
         ranks=env.ranks,

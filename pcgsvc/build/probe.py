@@ -87,7 +87,6 @@ def probe_program(request: Request, found: ProgramLookup, env: BuildEnvironment)
             env.ready_compilers(inductor=True)
         names = chosen(module, one, config.partition.compile_modules)
         with env.phases.phase("compile", len(names)):
-            env.artifacts.prepare_toolchain()
             compiled = partial(compile_piece, size=None, config=config, env=env)
             piece.forwards, failed = compile_submodules(module, names, one, other, compiled)
         warnings += failed
@@ -97,7 +96,7 @@ def probe_program(request: Request, found: ProgramLookup, env: BuildEnvironment)
         image=probed.image,
         program=Program(probed.image.spec, {PIECE: piece}),
         start="cold",
-        counts=env.artifacts.counts,
+        counts=env.artifacts.pieces.counts,
         misses=found.misses,
         warnings=warnings,
         memory=probed.memory,

@@ -133,17 +133,16 @@ def compile_pieces(
     Pieces for exact sizes are kept in `env.artifacts.specialized`.
     """
     artifacts, unique = env.artifacts, partition.unique()
-    sized = artifacts.sized(image)
+    sized = artifacts.pieces.sized(image)
 
     def compiled(piece: Piece, size: int | None = None) -> CompiledPiece:
         return compile_piece(piece, size, config, env)
 
     with env.phases.phase("compile", len(unique) + len(sized)):
-        artifacts.prepare_toolchain()
         pieces = {key: compiled(piece) for key, piece in unique.items()}
         for size, key in sized:
             artifacts.specialized.setdefault(size, {})[key] = compiled(unique[key], size)
-    artifacts.watch_kernels()
+    artifacts.kernels.start()
     return pieces
 
 
@@ -151,7 +150,8 @@ def compile_piece(
     piece: Piece, size: int | None, config: Config, env: BuildEnvironment
 ) -> CompiledPiece:
     """Compile or load one piece, for one size or for all; one unit of the phase."""
-    done = env.artifacts.piece(piece, dump_source(piece, size, config), size)
+    source = dump_source(piece, size, config)
+    done = env.artifacts.pieces.load_or_compile(piece, source, size)
     logger.debug("%s (%s): %d ops", piece.name, str(piece.hash)[:12], len(piece.nodes))
     env.phases.progress.advance()
     return done
@@ -171,7 +171,7 @@ def assemble(
         image=image,
         program=Program(image.spec, pieces, env.artifacts.specialized),
         start="cold",
-        counts=env.artifacts.counts,
+        counts=env.artifacts.pieces.counts,
         tensors={name: traced.tensors[name] for name in captured_tensors(traced)},
         ranks=env.ranks,
     )
@@ -183,7 +183,7 @@ def store_program(made: MadeProgram, found: ProgramLookup, env: BuildEnvironment
     if made.regions is None:
         return model
     problems = [*found.problems, *made.problems]
-    unsaved = artifacts.counts.unsaved
+    unsaved = artifacts.pieces.counts.unsaved
     unstored = [*problems, *unsaved]
     if found.facts is not None and not unstored and not artifacts.save(found.facts, model.image):
         unstored = [*unsaved] or [env.store.why_not_stored()]
@@ -196,7 +196,7 @@ def store_program(made: MadeProgram, found: ProgramLookup, env: BuildEnvironment
         misses=[*found.misses, *refusal],
         warnings=[
             *model.warnings,
-            *dict.fromkeys(artifacts.counts.problems),
+            *dict.fromkeys(artifacts.pieces.counts.problems),
             *(refusal if env.store.enabled else []),
         ],
     )

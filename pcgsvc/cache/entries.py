@@ -39,7 +39,7 @@ from pcgsvc.cache.envelope import (
     decode,
 )
 from pcgsvc.cache.file_lock import Held, acquire
-from pcgsvc.cache.quarantine import Quarantine
+from pcgsvc.cache.quarantine import Quarantine, remove
 from pcgsvc.cache.root import ENTRIES_NAME, is_ours_alone
 
 logger = logging.getLogger(__name__)
@@ -120,18 +120,23 @@ class Entries:
                 self.release(kind, key)
             return entry
 
+    def has(self, kind: Kind, key: str) -> bool:
+        """Whether there is a sound entry; see `read`."""
+        try:
+            self.read(kind, key)
+        except MissError:
+            return False
+        return True
+
     def seal(self, kind: Kind, key: str) -> bytes | None:
         """Return the first bytes of an entry's file, which hold its digest; None if unreadable."""
-        try:
+        with contextlib.suppress(OSError):
             fd = os.open(self.path(kind, key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return None
-        try:
-            return os.pread(fd, NUM_PREFIX_BYTES, 0)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
+            try:
+                return os.pread(fd, NUM_PREFIX_BYTES, 0)
+            finally:
+                os.close(fd)
+        return None
 
     def scan(self, kind: Kind | None = None) -> list[Record]:
         """Return all entries, or all of a kind, by key."""
@@ -332,12 +337,7 @@ class Entries:
         self._swept = True
         self.strays(delete=True)
         for name in (_CLEARED, *_FORMER):
-            path = self.data / name
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            remove(self.data / name)
 
 
 def _drop_if_free(path: Path, *, drop: bool = True) -> bool:

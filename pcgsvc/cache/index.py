@@ -63,10 +63,11 @@ class Index:
         keys = [record.key for record in self._entries.scan(Kind.PROGRAM)]
         with self._mutex:
             seals = {key: self._entries.seal(Kind.PROGRAM, key) for key in keys}
-            rows = (self._use(_rows) if self._unknown(seals) else None) or {}
-            self._keep(rows, seals)
+            known = _agreeing(self._headers, seals)
+            rows = {} if known.keys() == seals.keys() else self._use(_rows) or {}
+            known |= _agreeing(rows, seals)
             new = {}
-            for key in self._unknown(seals):
+            for key in [key for key in keys if key not in known]:
                 with contextlib.suppress(MissError):  # logged as it is put aside
                     header = self._entries.read(Kind.PROGRAM, key)
                     if seal := seals[key]:
@@ -74,7 +75,7 @@ class Index:
             if new:
                 gone = rows.keys() - seals.keys()
                 self._use(lambda cache: _update(cache, new, gone), make=True)
-            self._keep(new, seals)
+            self._headers = known | new
             return dict(self._headers)
 
     def fault(self) -> str | None:
@@ -89,20 +90,11 @@ class Index:
         """Delete the database; it is made anew when it is needed."""
         with self._mutex:
             self._headers.clear()
-            self._delete()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def _database(self) -> Path:
         return self._folder / "cache.db"
-
-    def _unknown(self, seals: Mapping[str, bytes | None]) -> list[str]:
-        known = {key: header.payload for key, header in self._headers.items()}
-        return [key for key, seal in seals.items() if key not in known or known[key] != seal]
-
-    def _keep(self, headers: Mapping[str, Entry], seals: Mapping[str, bytes | None]) -> None:
-        """Add headers to the known ones, and forget those that do not agree with their files."""
-        known = [*self._headers.items(), *headers.items()]
-        self._headers = {key: h for key, h in known if h.payload == seals.get(key)}
 
     def _use(
         self, operation: Callable[[Any], T], *, make: bool = False, heal: bool = True
@@ -132,7 +124,7 @@ class Index:
                 level = logging.WARNING if _is_damage(error) else logging.DEBUG
                 words = "cache: index damaged (%s): thrown away, and made anew from the entries"
                 logger.log(level, words, error)
-                self._delete()
+                shutil.rmtree(self._folder, ignore_errors=True)
                 return None
 
     def _open(self) -> Any:
@@ -146,8 +138,10 @@ class Index:
             raise DamagedError(" ".join(found.split()))
         return open_cache(self._folder)
 
-    def _delete(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+
+def _agreeing(headers: Mapping[str, Entry], seals: Mapping[str, bytes | None]) -> dict[str, Entry]:
+    """Return those headers that were read from the files that are there now."""
+    return {key: header for key, header in headers.items() if header.payload == seals.get(key)}
 
 
 def _rows(cache: Any) -> dict[str, Entry]:

@@ -66,11 +66,3 @@ class Counts:
     stored: int = 0
     miss_reasons: list[str] = field(default_factory=list)
     """One per miss: `piece 0123456789ab: digest mismatch`."""
-
-    def add(self, kind: Kind, key: str, miss: str | None) -> None:
-        """Count one look-up, a hit if `miss` is None."""
-        if miss is None:
-            self.hits += 1
-        else:
-            self.misses += 1
-            self.miss_reasons.append(f"{kind.value} {key[:12]}: {miss}")

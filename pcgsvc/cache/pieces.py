@@ -6,6 +6,7 @@ their facts. Knows nothing of the program that they are parts of.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -137,16 +138,16 @@ class Pieces:
 
     def _load_direct(self, key: str, document: Document, size: int | None) -> CompiledPiece | None:
         """Load the form that does without Inductor; None if that fails."""
+        from pcgsvc.compilers.direct import DirectArtifact
         from pcgsvc.compilers.inductor import InductorPiece
 
         found = self._store.get_piece(key)
         if found.value is None:
             return None
         try:
-            form = blob.unpack(found.value, self._folder.path)
-            return InductorPiece.from_direct(
-                form, self._folder.path, self._device.index or 0, *_signature(document, size)
-            )
+            form = json.loads(blob.unpack(found.value, self._folder.path))
+            artifact = DirectArtifact(form, self._folder.path, self._device.index or 0)
+            return InductorPiece(artifact, *_signature(document, size))
         except Exception as error:  # noqa: BLE001 - the driver may refuse a binary
             logger.warning(
                 "piece %s: its direct form cannot be loaded (%s: %s); Inductor loads it",
@@ -167,7 +168,8 @@ class Pieces:
         artifact = blob.unpack(data, self._folder.path)
         self._folder.ready_inductor()
         try:
-            return InductorPiece.from_bytes(artifact, *_signature(document, size))
+            loaded = torch_private.inductor_deserialize(artifact)
+            return InductorPiece(loaded, *_signature(document, size))
         except Exception as error:  # torch's loader raises whatever its pickle does
             raise NoPieceError(
                 f"piece {name[:12]}: torch cannot load it ({type(error).__name__}: {error})"
@@ -187,6 +189,8 @@ class Pieces:
         """
         assert piece.hash is not None
         assert piece.document is not None
+        if self.toolchain is not None:
+            self.toolchain.prepare()
         facts = self._facts(piece.hash, piece.document, size=size)
         fresh: list[CompiledPiece] = []
 
@@ -234,7 +238,7 @@ class Pieces:
             raise _UnsavedError(compiled, error) from error
         # All kernels of this build so far: one that an earlier piece has made as well is not made
         # again, and this piece must be able to do without that one.
-        files = blob.snapshot(self._folder.path) - self.toolchain.files
+        files = blob.snapshot(self._folder.path) - (self.toolchain.files or set())
         return compiled, blob.pack(artifact, self._folder.path, files)
 
     def store_direct(

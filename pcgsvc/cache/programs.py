@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from pcgsvc.program.facts import file_digest as digest_of
 from pcgsvc.program.guards import first_broken
 from pcgsvc.program.image import ProgramImage, from_json, new_boundaries, op_identity, to_json
 from pcgsvc.program.keys import key_of
-from pcgsvc.program.pieces import Piece, PieceCounts
 from pcgsvc.program.program import CompiledPiece
 from pcgsvc.program.sources import path_of
 
@@ -62,8 +60,8 @@ class Artifacts:
         self, config: Config, device: torch.device, store: Store, folder: CompilerFolder
     ) -> None:
         self._config, self._store, self.folder = config, store, folder
-        self._pieces = Pieces(config, device, store, folder)
-        self._kernels = BoundaryKernels(store, folder)
+        self.pieces = Pieces(config, device, store, folder)
+        self.kernels = BoundaryKernels(store, folder)
         self.specialized: dict[int, dict[str, CompiledPiece]] = {}
         """Pieces of the program for exact sizes, by size and hash."""
         self._elsewhere = _Manifest()
@@ -73,38 +71,9 @@ class Artifacts:
         # Where it is told with its values as well, the names of the facts would stand twice.
         self._nearest_was_named = config.cache.require_warm or config.job is Job.CACHE
 
-    @property
-    def counts(self) -> PieceCounts:
-        """How the pieces of this build came about."""
-        return self._pieces.counts
-
-    @property
-    def environment(self) -> Mapping[str, Any]:
-        """Versions, hardware and numerics flags, as they were before anything was compiled."""
-        return self._pieces.environment
-
-    # ---- the parts of a program ------------------------------------------------------------------
-
-    def prepare_toolchain(self) -> None:
-        """Load or make the files by which Inductor knows its compiler, before the first compile."""
-        if self._pieces.toolchain is not None:
-            self._pieces.toolchain.prepare()
-
-    def piece(self, piece: Piece, dump_path: Path | None, size: int | None = None) -> CompiledPiece:
-        """Return a compiled piece; see `Pieces.load_or_compile`."""
-        return self._pieces.load_or_compile(piece, dump_path, size)
-
-    def watch_kernels(self) -> None:
-        """Take what is compiled from here on for kernels of boundaries: all pieces are there."""
-        self._kernels.start()
-
-    def sized(self, image: ProgramImage) -> list[tuple[int, str]]:
-        """Return (size, hash) of the pieces that a program has for exact sizes."""
-        return self._pieces.sized(image)
-
     def drop(self, image: ProgramImage, hashes: Collection[str]) -> None:
         """Forget pieces of a program that compute something wrong; see `Pieces.drop`."""
-        self._pieces.drop(image, hashes)
+        self.pieces.drop(image, hashes)
         for group in self.specialized.values():
             for name in hashes:
                 group.pop(name, None)
@@ -114,10 +83,6 @@ class Artifacts:
     def lock(self, facts: Mapping[str, Any]) -> AbstractContextManager[bool]:
         """Keep other processes from building the same program; see `Store.lock`."""
         return self._store.lock(key_of(facts), self._config.cache.lock_timeout_s)
-
-    def has_program(self, facts: Mapping[str, Any]) -> bool:
-        """Whether there is an entry under these facts; not counted as a look-up."""
-        return self._store.available(Kind.PROGRAM, key_of(facts))
 
     def load(
         self, facts: Mapping[str, Any], module: Callable[..., Any], constants: Mapping[str, Any]
@@ -136,15 +101,15 @@ class Artifacts:
             try:
                 image = from_json(data)
                 self._still_holds(image, module, constants)
-                pieces, self.specialized = self._pieces.load(image, self._companion_keys)
+                pieces, self.specialized = self.pieces.load(image, self._companion_keys)
             except (CompileError, NoPieceError, NoProgramError) as error:
                 reasons.append(str(error))
                 continue
-            if self._kernels.key(facts) in self._companion_keys:
-                if self._pieces.toolchain is not None:
-                    self._pieces.toolchain.unpack()  # Triton's own helper, which they need as well
-                self._kernels.unpack(facts)
-            self.watch_kernels()
+            if self.kernels.key(facts) in self._companion_keys:
+                if self.pieces.toolchain is not None:
+                    self.pieces.toolchain.unpack()  # Triton's own helper, which they need as well
+                self.kernels.unpack(facts)
+            self.kernels.start()
             return image, pieces
         raise NoProgramError("; ".join(dict.fromkeys(reasons)) or "no program in the entry")
 
@@ -170,7 +135,7 @@ class Artifacts:
         Raises:
             NoProgramError: it is meant for this machine, and cannot be loaded.
         """
-        differences = differing_facts(info.facts, self.environment)
+        differences = differing_facts(info.facts, self.pieces.environment)
         differing = [d.name for d in differences if d.wanted != ABSENT]
         if differing:
             return f"made where {', '.join(differing[:4])} differ"
@@ -187,7 +152,7 @@ class Artifacts:
                         "name the model, as for a run, and they are"
                     )
                 image.tree()
-                self._pieces.load(image, set(manifest.companion_keys))
+                self.pieces.load(image, set(manifest.companion_keys))
         except (CompileError, NoPieceError) as error:
             raise NoProgramError(str(error)) from error
         return None
@@ -242,15 +207,17 @@ class Artifacts:
     def save(self, facts: Mapping[str, Any], image: ProgramImage) -> bool:
         """Store a program beside those that differ from it in what tracing read."""
         if image.out_tree is None:
-            self.counts.not_saved("the result", "a class in it cannot be found again by its name")
+            self.pieces.counts.not_saved(
+                "the result", "a class in it cannot be found again by its name"
+            )
             return False
         with self.lock(facts):  # processes of one group store their own variants
             return self._save(facts, image)
 
     def _save(self, facts: Mapping[str, Any], image: ProgramImage) -> bool:
-        key, toolchain = key_of(facts), self._pieces.toolchain
+        key, toolchain = key_of(facts), self.pieces.toolchain
         known, has_piece = self._known(key), partial(self._store.has, Kind.PIECE)
-        variants, pieces = [to_json(image).decode()], set(self._pieces.keys(image))
+        variants, pieces = [to_json(image).decode()], set(self.pieces.keys(image))
         _, world = rank_and_world() or (0, 1)
         max_variants = MAX_VARIANTS * world
         if toolchain is not None and toolchain.stored:
@@ -276,11 +243,11 @@ class Artifacts:
         when they first run; and the kernels that boundaries have compiled for themselves.
         """
         keys = [
-            self._pieces.store_direct(image, name, piece, size)
+            self.pieces.store_direct(image, name, piece, size)
             for size, group in [(None, pieces), *self.specialized.items()]
             for name, piece in group.items()
         ]
-        new = {key for key in [*keys, self._kernels.store(facts)] if key is not None}
+        new = {key for key in [*keys, self.kernels.store(facts)] if key is not None}
         if not new <= self._companion_keys:
             self._companion_keys |= new
             self.save(facts, image)
@@ -305,7 +272,7 @@ class Artifacts:
             except CompileError:  # of another version of ours
                 continue
             if (other.guards, other.files) != (image.guards, image.files):
-                yield data, set(self._pieces.keys(other))
+                yield data, set(self.pieces.keys(other))
 
 
 def file_digest(place: str) -> str | None:

@@ -65,7 +65,7 @@ class Quarantine:
         for item, size in sizes.items():
             if total <= self._max_bytes:
                 return
-            _remove(item)
+            remove(item)
             total -= size
 
     def clear(self) -> None:
@@ -90,7 +90,8 @@ def num_bytes(path: Path) -> int:
     return total
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Delete a file or folder as far as that is possible; a missing one is fine."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

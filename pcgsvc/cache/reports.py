@@ -15,6 +15,7 @@ from typing import Any
 from pcgsvc.cache.entries import Entries, WriteError
 from pcgsvc.cache.envelope import AbsentError, Kind, MissError
 from pcgsvc.cache.index import Index
+from pcgsvc.program.keys import flatten
 
 ABSENT = "(absent)"
 """Stands for a fact that one of the two sides does not have."""
@@ -66,8 +67,6 @@ class ProgramInfo:
     """Seconds since the epoch."""
     last_use: float
     """Seconds since the epoch."""
-    summary: Mapping[str, Any]
-    """The facts in which the stored programs differ; empty for a single one."""
     facts: Mapping[str, Any]
 
 
@@ -152,9 +151,6 @@ def list_programs(entries: Entries, index: Index) -> list[ProgramInfo]:
     """Return the stored programs, most recently used first; unreadable ones are left out."""
     headers = index.headers()
     records = {(record.kind, record.key): record for record in entries.scan()}
-    flat = {key: flatten(header.facts) for key, header in headers.items()}
-    names = sorted({name for facts in flat.values() for name in facts})
-    differing = [n for n in names if len({_canonical(f.get(n, ABSENT)) for f in flat.values()}) > 1]
     infos = []
     for key, header in headers.items():
         record = records.get((Kind.PROGRAM, key))
@@ -168,23 +164,10 @@ def list_programs(entries: Entries, index: Index) -> list[ProgramInfo]:
                 num_pieces=len(pieces),
                 created=header.created,
                 last_use=record.last_use,
-                summary={name: flat[key].get(name, ABSENT) for name in differing},
                 facts=header.facts,
             )
         )
     return sorted(infos, key=lambda info: info.last_use, reverse=True)
-
-
-def nearest_program(entries: Entries, index: Index, facts: Mapping[str, Any]) -> Nearest | None:
-    """Return the stored program whose facts differ least, or None if there is none.
-
-    Of several the most recently used.
-    """
-    found = [
-        Nearest(info.key, differing_facts(info.facts, facts))
-        for info in list_programs(entries, index)
-    ]
-    return min(found, key=lambda near: len(near.differences), default=None)
 
 
 def differing_facts(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[FactDifference]:
@@ -195,17 +178,6 @@ def differing_facts(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> lis
         for name in sorted({*old, *new})
         if _canonical(old.get(name, ABSENT)) != _canonical(new.get(name, ABSENT))
     ]
-
-
-def flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dotted names; lists stay whole."""
-    out: dict[str, Any] = {}
-    for name, value in facts.items():
-        if isinstance(value, Mapping) and value:
-            out |= flatten(value, f"{prefix}{name}.")
-        else:
-            out[f"{prefix}{name}"] = value
-    return out
 
 
 def _canonical(value: Any) -> str:

@@ -126,10 +126,9 @@ def check_place(cache: CacheConfig, *, needed: bool) -> None:
 def why_not_writable(cache: CacheConfig) -> str:
     """Return why nothing can be stored in the root of a config, without making it; else ""."""
     data = find_root(cache.dir)[0] / DATA_NAME
-    if network := network_file_system(data):
-        return f"{data} is on a network file system ({network}), where locks are unreliable"
     place = _nearest_existing(data)
-    return "" if _access(place, os.W_OK | os.X_OK) else f"{place} is not writable"
+    is_open = _access(place, os.W_OK | os.X_OK)
+    return _network_reason(data) or ("" if is_open else f"{place} is not writable")
 
 
 def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:
@@ -145,12 +144,7 @@ def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:
     """
     data = root / DATA_NAME
     check_root(root, source)
-    network = network_file_system(data)
-    reason = "" if write else "cache.mode=read"
-    if network:
-        reason = f"{data} is on a network file system ({network}), where locks are unreliable"
-    if not reason:
-        reason = _make(root, data)
+    reason = _network_reason(data) or ("" if write else "cache.mode=read") or _make(root, data)
     try:
         for name in _CHECKED:
             check_safe(data / name)
@@ -248,6 +242,12 @@ def _make(root: Path, data: Path) -> str:
 
 
 # ---- the file system -----------------------------------------------------------------------------
+
+
+def _network_reason(data: Path) -> str:
+    if network := network_file_system(data):
+        return f"{data} is on a network file system ({network}), where locks are unreliable"
+    return ""
 
 
 def network_file_system(path: Path, mountinfo: str | None = None) -> str | None:

@@ -111,7 +111,7 @@ class Sharing:
             raise self._missed(kind, key, found)
         # Else they are fetched when each is asked for.
         wanted = found.pieces if self._entries.writable else ()
-        missing = [piece for piece in wanted if not self._has_piece(piece)]
+        missing = [piece for piece in wanted if not self._entries.has(Kind.PIECE, piece)]
         for piece, part in zip(missing, self._get(Kind.PIECE, missing), strict=True):
             if isinstance(part, MissError):
                 cause = self._missed(Kind.PIECE, piece, part)
@@ -136,13 +136,6 @@ class Sharing:
         self._counts["hits"] += len(there)
         self._there |= there
         return found
-
-    def _has_piece(self, key: str) -> bool:
-        try:
-            self._entries.read(Kind.PIECE, key)
-        except MissError:
-            return False
-        return True
 
     def _missed(self, kind: Kind, key: str, miss: MissError) -> MissError:
         """Count a miss, and warn unless there simply is none; return it in words."""
@@ -227,8 +220,7 @@ class Sharing:
         deadline, sleep_s = time.monotonic() + timeout_s, 0.02
         seen, since, is_stale = b"", time.monotonic(), False
         while True:
-            attempt = self._take_over if is_stale else self._claim
-            other = self._try("write", partial(attempt, key))
+            other = self._try("write", partial(self._claim, key, is_stale))
             if other is None or key in self._claims:
                 return
             if other and not seen:
@@ -252,20 +244,17 @@ class Sharing:
         if key in self._claims:
             self._later(lambda: self._release(key))
 
-    def _claim(self, key: str) -> bytes:
-        """Return what stands in a claim, which is in `_claims` if it is ours."""
-        mine = self._stamp()
-        if self._remote.create(_claim_name(key), mine):
-            self._claims[key] = mine
-            self._start()
-            return mine
-        return self._remote.read(_claim_name(key)) or b""
+    def _claim(self, key: str, is_stale: bool) -> bytes:
+        """Return what stands in a claim, which is in `_claims` if it is ours.
 
-    def _take_over(self, key: str) -> bytes:
-        """Overwrite a lost machine's claim; of those that do so at once, the last one has it."""
-        self._remote.write(_claim_name(key), mine := self._stamp())
-        time.sleep(_LONGEST_SLEEP_S)
-        found = self._remote.read(_claim_name(key)) or b""
+        A lost machine's is overwritten; of those that do so at once, the last one has it.
+        """
+        name, mine = _claim_name(key), self._stamp()
+        is_made = not is_stale and self._remote.create(name, mine)
+        if is_stale:
+            self._remote.write(name, mine)
+            time.sleep(_LONGEST_SLEEP_S)
+        found = mine if is_made else self._remote.read(name) or b""
         if found == mine:
             self._claims[key] = mine
             self._start()

@@ -181,11 +181,7 @@ class Store:
 
     def has(self, kind: Kind, key: str) -> bool:
         """Whether a sound entry is in the store; see `read`."""
-        try:
-            self.read(kind, key)
-        except MissError:
-            return False
-        return True
+        return self._entries.has(kind, key)
 
     def available(self, kind: Kind, key: str) -> bool:
         """Whether an entry is in the store, or on the remote, where it may turn out unsound."""
@@ -286,7 +282,11 @@ class Store:
 
     def _count(self, kind: Kind, key: str, miss: str | None) -> None:
         with self._mutex:
-            self.counts.add(kind, key, miss)
+            if miss is None:
+                self.counts.hits += 1
+            else:
+                self.counts.misses += 1
+                self.counts.miss_reasons.append(f"{kind.value} {key[:12]}: {miss}")
 
     def _warn_once(self, message: str, *topics: str) -> None:
         """Log a warning; only for debugging if one with the first of its topics was logged."""
@@ -343,37 +343,33 @@ class Store:
         key: str,
         build: Callable[[], Built],
         *,
-        kind: Kind = Kind.PIECE,
         timeout_s: float = LOCK_TIMEOUT_S,
     ) -> Lookup:
-        """Load an entry, or build and store it, once among all processes.
+        """Load a piece, or build and store it, once among all processes.
 
         Args:
-            key: of the entry.
+            key: of the piece.
             build: called at most once, with the key's lock held; its errors come out as they are.
-            kind: of the entry.
             timeout_s: how long to wait for another process that builds it. After that it is built
                 here and not stored.
         """
-        found = self._get(kind, key)
-        if found.value is None:
+        found = self._get(Kind.PIECE, key)
+        miss = found.miss
+        if miss is not None:
             with self.lock(key, timeout_s) as held:
-                miss = found.miss
-                found = self._get(kind, key)  # the last holder of the lock may have stored it
-                if found.value is None:
-                    self._count(kind, key, miss)
-                    return self._build(kind, key, build, miss, store=held)
-        self._count(kind, key, None)
+                found = self._get(Kind.PIECE, key)  # the last holder may have stored it
+                if found.miss is not None:
+                    self._count(Kind.PIECE, key, miss)
+                    return self._build(key, build, miss, store=held)
+        self._count(Kind.PIECE, key, None)
         return found
 
-    def _build(
-        self, kind: Kind, key: str, build: Callable[[], Built], miss: str | None, *, store: bool
-    ) -> Lookup:
+    def _build(self, key: str, build: Callable[[], Built], miss: str, *, store: bool) -> Lookup:
         if not store:
-            words = "cache: %s %s: its lock timed out; building it here as well, not stored"
-            logger.warning(words, kind.value, key[:12])
+            words = "cache: piece %s: its lock timed out; building it here as well, not stored"
+            logger.warning(words, key[:12])
         built = build()
-        stored = store and self.put(built.entry(kind, key))
+        stored = store and self.put(built.entry(Kind.PIECE, key))
         return Lookup(built.value, miss, built.facts, tuple(built.pieces), stored)
 
     # ---- the whole store -------------------------------------------------------------------------
@@ -391,8 +387,12 @@ class Store:
         return reports.list_programs(self._entries, self._index)
 
     def nearest(self, facts: Mapping[str, Any]) -> Nearest | None:
-        """Return the stored program that differs from `facts` in the fewest, and in which."""
-        return reports.nearest_program(self._entries, self._index, facts)
+        """Return the stored program that differs from `facts` in the fewest, and in which.
+
+        Of several the most recently used; None: there is none.
+        """
+        found = [Nearest(i.key, reports.differing_facts(i.facts, facts)) for i in self.ls()]
+        return min(found, key=lambda near: len(near.differences), default=None)
 
     def num_bytes(self) -> int:
         """Return the size of all entries."""

@@ -38,14 +38,15 @@ class Toolchain:
         self.key = key_of(facts)
         self.stored = False
         """Whether the entry is in the store, and its files are in the folder."""
-        self.files: set[str] = set()
-        """What was in the folder before the first piece was compiled."""
+        self.files: set[str] | None = None
+        """What was in the folder before the first piece was compiled; None: not prepared."""
 
     def prepare(self) -> None:
-        """Load or make the files, before the first compile."""
-        if not self.unpack():
-            self._make()
-        self.files = blob.snapshot(self._folder.path)
+        """Load or make the files, before the first piece is loaded or compiled; once."""
+        if self.files is None:
+            if not self.unpack():
+                self._make()
+            self.files = blob.snapshot(self._folder.path)
 
     def unpack(self) -> bool:
         """Write the stored files into the folder, once; return whether they are there."""
@@ -77,7 +78,7 @@ class BoundaryKernels:
         return key_of(_kernel_facts(facts))
 
     def start(self) -> None:
-        """Take what the compilers have written until now for no kernels of boundaries; once."""
+        """Take what is compiled from here on for kernels of boundaries: all pieces are there."""
         if self._known is None:
             self._known = blob.snapshot(self._folder.path)
 

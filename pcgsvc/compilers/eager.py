@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pcgsvc.errors import CompileError
-from pcgsvc.program.program import Boundaries
+from pcgsvc.program.program import CompiledPiece
 from pcgsvc.trace.rows import Document, digest, function_of, python_of
 
 
-class EagerPiece:
+class EagerPiece(CompiledPiece):
     """A piece as plain ops; the results are exactly those of the traced forward."""
-
-    opaque = False
-    boundaries: Boundaries | None = None
 
     def __init__(self, document: Document) -> None:
         self._function = function_of(document, "piece")

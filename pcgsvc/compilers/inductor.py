@@ -20,11 +20,18 @@ from pcgsvc.compilers.specialize import baked_inputs, graph_for
 from pcgsvc.config import CompilerConfig
 from pcgsvc.errors import CompileError
 from pcgsvc.program.pieces import Piece, graph_module
-from pcgsvc.program.program import Boundaries, boundaries_of
+from pcgsvc.program.program import Boundaries, CompiledPiece, boundaries_of
 
 
-class InductorPiece:
-    """A compiled piece. On the CPU its kernels are C++ that no dispatch mode sees."""
+class InductorPiece(CompiledPiece):
+    """A compiled piece. On the CPU its kernels are C++ that no dispatch mode sees.
+
+    Args:
+        artifact: Inductor's, compiled or deserialised, or a `DirectArtifact`; trusted.
+        num_outputs: how many results it has.
+        boundaries: the splitting ops that it calls by itself; None: it is a region.
+        baked: places of the arguments that are compiled in.
+    """
 
     opaque = True
 
@@ -38,7 +45,6 @@ class InductorPiece:
         self._artifact = artifact
         self._num_outputs = num_outputs
         self._baked = frozenset(baked)
-        """Places of the arguments that are compiled in."""
         self.boundaries = boundaries
         self.problems: list[str] = []
         """What the passes were to do and did not, as warnings; not stored."""
@@ -50,10 +56,6 @@ class InductorPiece:
         results: Sequence[Any] = self._artifact(*args)
         return results[: self._num_outputs]
 
-    def source(self) -> str:
-        """See `CompiledPiece.source`."""
-        return ""
-
     def generated(self) -> str:
         """Return the source that Inductor generated; of a direct form, what of it is run."""
         if isinstance(self._artifact, DirectArtifact):
@@ -63,17 +65,6 @@ class InductorPiece:
     def to_bytes(self) -> bytes:
         """Return the artifact's serialised form."""
         return torch_private.inductor_serialize(self._artifact)
-
-    @classmethod
-    def from_bytes(
-        cls,
-        data: bytes,
-        num_outputs: int,
-        boundaries: Boundaries | None = None,
-        baked: Sequence[int] = (),
-    ) -> InductorPiece:
-        """Load an artifact that is trusted."""
-        return cls(torch_private.inductor_deserialize(data), num_outputs, boundaries, baked)
 
     def num_kernels(self) -> int:
         """See `CompiledPiece.num_kernels`: launches in the generated code."""
@@ -94,20 +85,6 @@ class InductorPiece:
         """
         form, files = extract(self._artifact, folder, self.num_kernels())
         return json.dumps(form, sort_keys=True).encode(), files
-
-    @classmethod
-    def from_direct(
-        cls,
-        data: bytes,
-        folder: Path,
-        device: int,
-        num_outputs: int,
-        boundaries: Boundaries | None = None,
-        baked: Sequence[int] = (),
-    ) -> InductorPiece:
-        """Load what `to_direct` gave, its files in `folder`; it must be trusted."""
-        artifact = DirectArtifact(json.loads(data), folder, device)
-        return cls(artifact, num_outputs, boundaries, baked)
 
 
 def compile_piece(
@@ -154,7 +131,7 @@ def compile_piece(
 
 def _add_output(module: torch.fx.GraphModule) -> None:
     """Give a piece that only writes a result: Inductor wants at least one."""
-    output = next(n for n in module.graph.nodes if n.op == "output")
+    output = module.graph.output_node()
     with module.graph.inserting_before(output):
         output.args = ((module.graph.call_function(torch.empty, (0,)),),)
     module.recompile()

@@ -94,8 +94,6 @@ class _Same:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.value is other.value
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 class _Value:
     """Equal to what its value says is equal; what gives no plain answer never is."""
@@ -113,8 +111,6 @@ class _Value:
             return True  # NaN is what it was
         equal = one == two
         return equal if isinstance(equal, bool) else False
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class Constants(dict[str, Any]):

@@ -42,14 +42,14 @@ class InputSpec:
     def empty(self, rows: int, device: torch.device) -> torch.Tensor:
         """Return uninitialised memory for `rows` rows, laid out as the example is."""
         shape, dtype = self.shape(rows), self.example.dtype
-        return torch.empty_strided(shape, self._strides(shape), dtype=dtype, device=device)
+        return torch.empty_permuted(shape, self.order, dtype=dtype, device=device)
 
     def view(self, buffer: torch.Tensor, rows: int) -> torch.Tensor:
         """Return a view of `rows` rows over the start of a larger buffer, laid out as it is."""
         if not self.dims:
             return buffer
-        shape = self.shape(rows)
-        return buffer.as_strided(shape, self._strides(shape))
+        like = self.empty(rows, torch.device("meta"))
+        return buffer.as_strided(like.shape, like.stride())
 
     def is_laid_out(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has no gaps, and the example's order of dimensions in memory."""
@@ -59,16 +59,9 @@ class InputSpec:
         """Return a tensor laid out as the example is: itself, or a copy."""
         if self.is_laid_out(tensor):
             return tensor
-        strides = self._strides(tensor.shape)
-        return torch.empty_strided(
-            tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-        ).copy_(tensor)
-
-    def _strides(self, shape: Sequence[int]) -> list[int]:
-        strides, step = [0] * len(shape), 1
-        for dim in reversed(self.order):
-            strides[dim], step = step, step * max(shape[dim], 1)
-        return strides
+        dtype, device = tensor.dtype, tensor.device
+        made = torch.empty_permuted(tensor.shape, self.order, dtype=dtype, device=device)
+        return made.copy_(tensor)
 
     def cut(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the first rows of an input, as a view."""
@@ -130,10 +123,6 @@ class SizePredicate:
     """Python source over `s`; the graph is right for sizes that satisfy all."""
     origins: tuple[str, ...] = ()
     """The user's line behind each condition, or an empty string."""
-
-    def and_also(self, condition: str, origin: str) -> SizePredicate:
-        """Return a predicate with one more condition."""
-        return SizePredicate((*self.conditions, condition), (*self.origins, origin))
 
     def broken_by(self, size: int) -> str | None:
         """Return the first condition that `size` does not satisfy, with its origin, or None."""

@@ -68,7 +68,8 @@ class Writes:
             if can_be_put_back(tensor):
                 self._kept.setdefault(storage_id(tensor), []).append((name, tensor))
         self._saved: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._written: set[str] = set()
+        self.written: set[str] = set()
+        """Names of the kept tensors that were written to."""
         self._ops: set[str] = set()
         self._left = SAVED_BYTES
 
@@ -87,7 +88,7 @@ class Writes:
                     "clone."
                 )
             for name, tensor in self._kept.get(storage, ()):
-                self._written.add(name)
+                self.written.add(name)
                 if name not in self._saved:
                     self._saved[name] = (tensor, tensor.clone())
 
@@ -109,12 +110,8 @@ class Writes:
     def put_back(self) -> None:
         """Undo what was written, the oldest copy of shared memory last."""
         for name, (tensor, value) in reversed(self._saved.items()):
-            if name in self._written or not same_bits(tensor, value):
+            if name in self.written or not same_bits(tensor, value):
                 tensor.copy_(value)
-
-    def names(self) -> set[str]:
-        """Return the names of the kept tensors that were written to."""
-        return self._written
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from pcgsvc.cache.bundle import export_bundle, import_bundle
 from pcgsvc.cache.envelope import MissError
 from pcgsvc.cache.programs import Artifacts, NoProgramError, explain
 from pcgsvc.cache.remote import Remote, open_remote
-from pcgsvc.cache.reports import ProgramInfo, flatten
+from pcgsvc.cache.reports import ProgramInfo
 from pcgsvc.cache.store import Store
 from pcgsvc.compilers.folder import CompilerFolder
 from pcgsvc.config import CacheAction, CacheMode, Config, from_dict, resolve
@@ -33,7 +33,7 @@ from pcgsvc.forward.request import Request
 from pcgsvc.jobs.preflight import check_cache_job
 from pcgsvc.models.request import request_of
 from pcgsvc.program.forms import NotCanonicalError
-from pcgsvc.program.keys import config_facts, key_of
+from pcgsvc.program.keys import config_facts, flatten, key_of
 from pcgsvc.report import words
 
 
@@ -126,7 +126,7 @@ def _hit_or_miss(request: Request, store: Store, folder: CompilerFolder) -> str:
         artifacts.load(facts, request.bundle.module, request.constants)
     except NoProgramError as error:
         return f"miss: program {key}: {error}. {explain(store, facts)}"
-    return f"hit: program {key}, {words.count(artifacts.counts.loaded, 'piece')}"
+    return f"hit: program {key}, {words.count(artifacts.pieces.counts.loaded, 'piece')}"
 
 
 def _check(config: Config, store: Store) -> Iterator[str]:

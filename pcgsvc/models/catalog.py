@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from pcgsvc.forward.bundle import ModelBundle, Tokenizer
 from pcgsvc.forward.process import refuse_autocast
 from pcgsvc.models import encoder, encoder_family, llama_moe, two_regions
 from pcgsvc.models import module as users
-from pcgsvc.models.checkpoint import LlamaCheckpoint, open_checkpoint
+from pcgsvc.models.checkpoint import open_checkpoint
 from pcgsvc.models.fetched import find_weights
 from pcgsvc.models.hf import family as hf
 from pcgsvc.models.language import language_bundle
@@ -28,8 +27,8 @@ from pcgsvc.models.llama import Llama
 from pcgsvc.models.llama_dims import LlamaDims, preset_dims
 from pcgsvc.models.sharding import cuts_of, in_words, shard_dims
 from pcgsvc.models.tokenizer import GgufTokenizer, unsupported
-from pcgsvc.models.weights import check_explicit, initialize, load_weights
-from pcgsvc.ops.expert_group import Place, require_group, tensor_place
+from pcgsvc.models.weights import Checkpoint, check_explicit, initialize, load_weights
+from pcgsvc.ops.expert_group import require_group, tensor_place
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +55,8 @@ def families() -> dict[str, Family]:
     every = frozenset(f.name for f in fields(ModelConfig)) - {"name"} - hf.SETTINGS - own
     dense = every - {"moe"}
     return {
-        "llama": Family(dense, _open_llama, _build_llama),
-        "smollm2": Family(dense, _open_smollm2, _build_smollm2),
+        "llama": Family(dense, _open, _build),
+        "smollm2": Family(dense, _open, _build),
         "hf": Family(hf.SETTINGS, hf.validate, hf.build),
         "llama_moe": Family(every - {"weights"}, llama_moe.dims_of, _build_llama_moe),
         "encoder": Family(encoder.SETTINGS, encoder_family.open_of, encoder_family.build),
@@ -134,25 +133,24 @@ def _find_family(model: ModelConfig) -> Family:
 # ---- language models -----------------------------------------------------------------------------
 
 
-def _open_llama(config: Config) -> LlamaDims | LlamaCheckpoint:
-    """Return the preset's dimensions, or the checkpoint that `model.weights` names."""
-    if config.model.weights is not None:
-        return _open(config, config.model.weights)
-    dims = preset_dims(config.model)
-    shard_dims(dims, config.parallel.tensor)
-    return dims
-
-
-def _open_smollm2(config: Config) -> LlamaCheckpoint:
-    path = find_weights(config.model)
-    if path.suffix != ".gguf":
+def _open(config: Config) -> LlamaDims | Checkpoint:
+    """Return the preset's dimensions, or the checkpoint that the settings name."""
+    model = config.model
+    if model.name == "llama" and model.weights is None:
+        dims = preset_dims(model)
+        shard_dims(dims, config.parallel.tensor)
+        return dims
+    path = find_weights(model)
+    if model.name == "smollm2" and path.suffix != ".gguf":
         raise ConfigError(
             f"model.weights: got '{path}'; model=smollm2 needs a .gguf file, which has the "
             "tokenizer in it. Use model=llama for other checkpoints."
         )
-    checkpoint = _open(config, path)
+    checkpoint = open_checkpoint(path)
+    check_explicit(model, checkpoint)
+    shard_dims(checkpoint.dims, config.parallel.tensor)
     reason = unsupported(checkpoint.metadata)
-    if reason is not None:
+    if model.name == "smollm2" and reason is not None:
         raise ConfigError(
             f"model.weights: '{checkpoint.path}': {reason}; model=smollm2 needs a tokenizer, "
             "model=llama does without."
@@ -160,55 +158,34 @@ def _open_smollm2(config: Config) -> LlamaCheckpoint:
     return checkpoint
 
 
-def _open(config: Config, weights: str | Path) -> LlamaCheckpoint:
-    checkpoint = open_checkpoint(weights)
-    check_explicit(config.model, checkpoint)
-    shard_dims(checkpoint.dims, config.parallel.tensor)
-    return checkpoint
-
-
-def _build_llama(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
-    source = _open_llama(config)
+def _build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
+    """Return a Llama, with random weights from `config.seed` or the checkpoint's."""
+    source, place = _open(config), tensor_place(config)
+    dims = source if isinstance(source, LlamaDims) else source.dims
+    module = Llama(dims, device=device, dtype=dtype, ranks=place.world)
     if isinstance(source, LlamaDims):
-        place = tensor_place(config)
-        module = Llama(source, device=device, dtype=dtype, ranks=place.world)
-        initialize(module, config.seed, cuts_of(source, place))
-        return _bundle(module, None)
+        initialize(module, config.seed, cuts_of(dims, place))
+        return _bundle(module)
+    if not torch_private.shapes_only():
+        load_weights(module, source, cuts_of(dims, place))
     reason = unsupported(source.metadata)
     if reason is not None:
         logger.info("no tokenizer, so prompts cannot be served: %s", reason)
-    tokenizer = GgufTokenizer(source.metadata) if reason is None else None
-    return _load(source, tensor_place(config), device, dtype, tokenizer)
-
-
-def _build_llama_moe(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
-    return _bundle(llama_moe.build(config, device, dtype), None)
-
-
-def _build_smollm2(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
-    checkpoint = _open_smollm2(config)
-    tokenizer = GgufTokenizer(checkpoint.metadata)
-    return _load(checkpoint, tensor_place(config), device, dtype, tokenizer)
-
-
-def _load(
-    checkpoint: LlamaCheckpoint,
-    place: Place,
-    device: torch.device,
-    dtype: torch.dtype,
-    tokenizer: Tokenizer | None,
-) -> ModelBundle:
-    module = Llama(checkpoint.dims, device=device, dtype=dtype, ranks=place.world)
-    if not torch_private.shapes_only():
-        load_weights(module, checkpoint, cuts_of(checkpoint.dims, place))
-    bundle = _bundle(module, tokenizer)
-    bundle.stored_dtype = checkpoint.stored_dtype
+    bundle = _bundle(module, GgufTokenizer(source.metadata) if reason is None else None)
+    bundle.stored_dtype = source.stored_dtype
     return bundle
 
 
-def _bundle(module: Llama, tokenizer: Tokenizer | None) -> ModelBundle:
+def _build_llama_moe(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBundle:
+    return _bundle(llama_moe.build(config, device, dtype))
+
+
+def _bundle(module: Llama, tokenizer: Tokenizer | None = None) -> ModelBundle:
     dims, ranks = module.dims, module.ranks
     here = shard_dims(dims, ranks).attention_spec()
     bundle = language_bundle(module, here, dims.vocab_size, tokenizer=tokenizer)
-    bundle.parallel = in_words(dims, ranks) if ranks > 1 else {}
+    if ranks > 1:
+        bundle.parallel = in_words(
+            is_head_split=module.splits_head, kv_heads=dims.num_kv_heads, world=ranks
+        )
     return bundle

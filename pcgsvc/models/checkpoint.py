@@ -1,15 +1,12 @@
 """A Llama checkpoint on disk: its dimensions, and its tensors under our fused names.
 
-In: a path to `.gguf`, `.safetensors` or a directory with safetensors. Out: `LlamaCheckpoint`, of
-which everything but the tensors' values has been checked. Knows nothing of the two file formats.
+In: a path to `.gguf`, `.safetensors` or a directory with safetensors. Out: a `Checkpoint`, of which
+everything but the tensors' values has been checked. Knows nothing of the two file formats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
@@ -34,33 +31,7 @@ _LAYER_PARTS = {
 """Our fused name of a layer's weight: transformers' names of what is stacked in it, row-wise."""
 
 
-class WeightSource(Protocol):
-    """Llama weights in some file format, by transformers' names and in transformers' layout."""
-
-    dims: LlamaDims
-    shapes: dict[str, Shape]
-    metadata: dict[str, Any]
-    stored_dtype: str | None
-
-    def own_name(self, name: str) -> str:
-        """Return what the file calls, or would call, a tensor."""
-
-    def read(self, name: str) -> Any:
-        """Return one tensor on the CPU, or what reads of it what it is indexed with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaCheckpoint(Checkpoint):
-    """An opened checkpoint of a Llama."""
-
-    dims: LlamaDims
-    metadata: Mapping[str, Any]
-    """GGUF metadata; empty for safetensors."""
-    stored_dtype: str | None
-    """What the weights are stored in, where the checkpoint says that of all of them."""
-
-
-def open_checkpoint(weights: str | Path) -> LlamaCheckpoint:
+def open_checkpoint(weights: str | Path) -> Checkpoint:
     """Read a checkpoint's header and check it whole; no tensor is read but a duplicate head.
 
     Raises:
@@ -80,12 +51,13 @@ def open_checkpoint(weights: str | Path) -> LlamaCheckpoint:
         )
     if path.suffix == ".gguf" and path.is_dir():
         raise ConfigError(f"model.weights: '{path}' is a directory; name the .gguf file itself.")
+    source: GgufLlama | SafetensorsLlama
     try:
-        source: WeightSource = GgufLlama(path) if path.suffix == ".gguf" else SafetensorsLlama(path)
+        source = GgufLlama(path) if path.suffix == ".gguf" else SafetensorsLlama(path)
     except OSError as error:
         raise ConfigError(f"model.weights: '{path}' cannot be read: {error}.") from error
     _check_whole(path, source)
-    return LlamaCheckpoint(
+    return Checkpoint(
         path=path,
         dims=source.dims,
         parts=_parts(source.dims),
@@ -129,7 +101,7 @@ def _expected_shapes(dims: LlamaDims) -> dict[str, Shape]:
     return {name: by_module.get(name.split(".")[-2], (hidden,)) for name in names}
 
 
-def _check_whole(path: Path, source: WeightSource) -> None:
+def _check_whole(path: Path, source: GgufLlama | SafetensorsLlama) -> None:
     there = dict(source.shapes)
     if source.dims.tie_embeddings and "lm_head.weight" in there:
         _check_duplicate_head(path, source)
@@ -139,7 +111,7 @@ def _check_whole(path: Path, source: WeightSource) -> None:
     check_tensors(path, needed, there, own_name=source.own_name, model=model)
 
 
-def _check_duplicate_head(path: Path, source: WeightSource) -> None:
+def _check_duplicate_head(path: Path, source: GgufLlama | SafetensorsLlama) -> None:
     head, table = (source.read(f"{name}.weight")[:] for name in ("lm_head", "model.embed_tokens"))
     if not torch.equal(head, table):
         raise ConfigError(

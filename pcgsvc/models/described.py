@@ -46,6 +46,7 @@ class Described:
     def make(self, rows: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
         """Return an input; `dtype` is the model's."""
         shape = [rows if isinstance(n, str) else n for n in self.shape]
+        at = next((d for d, n in enumerate(self.shape) if isinstance(n, str)), 0)
         dtype = self.dtype or dtype
         if self.fill == "integers":
             limit = 2 if dtype is torch.bool else int(self.high or 0)
@@ -55,7 +56,6 @@ class Described:
             kept[..., :1] = 1
             return kept
         if self.fill in ("offsets", "sorted"):
-            at = next((d for d, n in enumerate(self.shape) if isinstance(n, str)), 0)
             limit = int(self.high or 0) + (self.fill == "offsets")
             drawn = torch.randint(int(self.low), limit, shape, generator=generator)
             drawn = drawn.sort(dim=at).values
@@ -63,7 +63,6 @@ class Described:
                 drawn.select(at, 0).fill_(int(self.low))
             return drawn.to(dtype)
         if self.fill == "arange":
-            at = next((d for d, n in enumerate(self.shape) if isinstance(n, str)), 0)
             count = torch.arange(shape[at]) % int(self.high or shape[at])
             return (
                 count.view([-1 if d == at else 1 for d in range(len(shape))])
@@ -76,11 +75,6 @@ class Described:
             high = 1.0 if self.high is None else self.high
             return (torch.rand(shape, generator=generator) * (high - self.low) + self.low).to(dtype)
         return torch.randn(shape, generator=generator).to(dtype)
-
-    @property
-    def row_dims(self) -> list[int]:
-        """Dimensions that carry the rows."""
-        return [d for d, n in enumerate(self.shape) if isinstance(n, str)]
 
 
 def read_inputs(tree: Mapping[str, Any]) -> tuple[dict[str, Described], dict[str, Any]]:

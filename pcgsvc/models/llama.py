@@ -27,19 +27,14 @@ from pcgsvc.ops import attention as _attention_op  # noqa: F401 - registers pcgs
 # ---- rotary table --------------------------------------------------------------------------------
 
 
-def inverse_frequencies(dims: LlamaDims) -> torch.Tensor:
-    """Return the rotary frequencies [D / 2], fp32 on the CPU, scaling included."""
+def rotary_table(dims: LlamaDims) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of every position, scaled, each [P, D / 2], fp32 on the CPU."""
     exponents = torch.arange(0, dims.head_dim, 2, dtype=torch.float32) / dims.head_dim
     frequencies = 1.0 / (dims.rope_theta**exponents)
     if dims.rope_factors is not None:
         frequencies = frequencies / torch.tensor(dims.rope_factors, dtype=torch.float32)
-    return frequencies
-
-
-def rotary_table(dims: LlamaDims) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of every position, each [P, D / 2], fp32 on the CPU."""
     positions = torch.arange(dims.max_position, dtype=torch.float32)
-    angles = positions[:, None] * inverse_frequencies(dims)
+    angles = positions[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 

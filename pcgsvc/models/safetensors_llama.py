@@ -46,9 +46,9 @@ class SafetensorsLlama:
         self.metadata: dict[str, Any] = {}
         """Empty: safetensors files carry no tokenizer."""
         folder = path if path.is_dir() else path.parent
-        self.dims = _dims(folder / "config.json")
-        """What config.json says."""
         stated = read_json(folder / "config.json")
+        self.dims = _dims(folder / "config.json", stated)
+        """What config.json says."""
         self.stored_dtype: str | None = stated.get("dtype") or stated.get("torch_dtype")
         """What config.json says of the weights."""
         self._handles: dict[str, Any] = {}
@@ -91,8 +91,7 @@ def _shards(path: Path) -> list[Path]:
     return shards
 
 
-def _dims(path: Path) -> LlamaDims:
-    data = read_json(path)
+def _dims(path: Path, data: dict[str, Any]) -> LlamaDims:
     if data.get("model_type") != "llama":
         raise ConfigError(
             f"model.weights: '{path}' has the architecture {data.get('model_type')!r}; "

@@ -137,11 +137,11 @@ def gather_columns(x: torch.Tensor, ranks: int) -> torch.Tensor:
     return out.transpose(0, 1).flatten(1)
 
 
-def in_words(dims: LlamaDims, world: int) -> dict[str, str]:
-    """Return what becomes of embedding, head and KV heads, for the report."""
-    copies = max(1, world // dims.num_kv_heads)
+def in_words(*, is_head_split: bool, kv_heads: int, world: int) -> dict[str, str]:
+    """Return what becomes of embedding, head and KV heads among ranks, for the report."""
+    copies = max(1, world // kv_heads)
     return {
         "embeddings": "replicated",
-        "head": "split" if splits_head(dims, world) else "replicated",
+        "head": "split" if is_head_split else "replicated",
         "kv_heads": "split" if copies == 1 else f"replicated on {copies} ranks each",
     }

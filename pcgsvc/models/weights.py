@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -82,6 +82,10 @@ class Checkpoint:
     read: Callable[[str], Any]
     """Returns one of those tensors on the CPU, in the file's dtype or dequantised to fp32; or what
     reads, when it is indexed as that tensor, no more than it is asked for."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Of a GGUF file: what it says of the model and the tokenizer."""
+    stored_dtype: str | None = None
+    """What the weights are stored in, where the checkpoint says that of all of them."""
 
     def tensors(self, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each of our parameters by name, on the CPU; of one that is cut, what is here."""

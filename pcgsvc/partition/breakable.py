@@ -25,16 +25,14 @@ from pcgsvc.partition.probe import ForwardProbe
 from pcgsvc.partition.submodules import in_place
 from pcgsvc.program.image import PieceInfo, ProgramImage
 from pcgsvc.program.pieces import Kind
-from pcgsvc.program.program import Boundaries, ProgramSpec, Step
+from pcgsvc.program.program import Boundaries, CompiledPiece, ProgramSpec, Step
 
 PIECE = "module"
 _MET = "break met in the forward"
 
 
-class ModulePiece:
+class ModulePiece(CompiledPiece):
     """The module as a piece that breaks itself."""
-
-    opaque = False
 
     def __init__(
         self,
@@ -44,7 +42,7 @@ class ModulePiece:
         boundaries: Boundaries,
     ) -> None:
         self._module, self._names, self._constants = module, list(names), constants
-        self.boundaries: Boundaries | None = boundaries
+        self.boundaries = boundaries
         self.forwards: dict[str, Callable[..., Any]] = {}
         """Compiled forwards of submodules."""
         self.kernels = 0
@@ -57,10 +55,6 @@ class ModulePiece:
             result = self._module(**given_names, **self._constants)
         given = {id(a) for a in args}
         return [t for t in tensors_in(result) if id(t) not in given]
-
-    def source(self) -> str:
-        """See `CompiledPiece.source`."""
-        return ""
 
     def num_kernels(self) -> int:
         """See `CompiledPiece.num_kernels`."""
@@ -103,6 +97,7 @@ def image_of_forward(probe: ForwardProbe, memory: Workspace) -> ProgramImage:
                 f"result leaf {at}: got {type(leaf).__name__}; a forward may return tensors, "
                 "None, bools and strings."
             )
+    pieces = tuple(_pieces(one.events))
     names = [spec.name for spec in memory.inputs]
     bindings = tuple(Binding(kind="input", name=name, spec=None) for name in names)
     count = len(names)
@@ -123,20 +118,16 @@ def image_of_forward(probe: ForwardProbe, memory: Workspace) -> ProgramImage:
         mutated=tuple(
             n
             for n, t in memory.tensors.items()
-            if n in probe.written or (not _is_parameter(t) and can_be_put_back(t))
+            if n in probe.written or (not isinstance(t, torch.nn.Parameter) and can_be_put_back(t))
         ),
-        pieces=tuple(_pieces(one.events)),
-        unique_regions=sum(p.kind == Kind.REGION.value for p in _pieces(one.events)),
+        pieces=pieces,
+        unique_regions=sum(p.kind == Kind.REGION.value for p in pieces),
         documents={},
         matched={name: one.events.count(name) for name in dict.fromkeys(n for n, _ in one.frozen)},
         reasons={name: why for name, _ in one.frozen if (why := _why(name)) != _MET},
         ops={"kernel": one.events.count("kernel"), **Counter(one.collectives)},
         schemas={},
     )
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _spec(at: int, leaf: torch.Tensor, twin: torch.Tensor, sizes: tuple[int, int]) -> TensorSpec:

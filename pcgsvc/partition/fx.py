@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,7 @@ def partition_fx(
         SplitError: the cut would change results.
     """
     matches, counts = _match(traced, splitting_ops, extra, registered)
-    groups = _assign(traced, matches)
-    pieces = [_piece(index, group, matches) for index, group in enumerate(groups)]
+    pieces = _assign(traced, matches)
     _refuse_open_autocast(pieces)
     _connect(traced, pieces)
     for piece in pieces:
@@ -212,45 +211,43 @@ def _match(
 # ---- which piece ---------------------------------------------------------------------------------
 
 
-@dataclass
-class _Group:
-    kind: Kind
-    nodes: list[torch.fx.Node]
-
-
-def _assign(traced: TracedGraph, matches: dict[torch.fx.Node, _Match]) -> list[_Group]:
+def _assign(traced: TracedGraph, matches: dict[torch.fx.Node, _Match]) -> list[Piece]:
     """One pass in original order; consecutive splitting ops form one boundary."""
-    groups: list[_Group] = []
-    of: dict[torch.fx.Node, _Group] = {}
+    pieces: list[Piece] = []
+    home: dict[torch.fx.Node, Piece] = {}
     for node in iter_calls(traced.graph):
         kind = Kind.BOUNDARY if node in matches else Kind.REGION
         producer = node.args[0] if node.target is operator.getitem else None
         if isinstance(producer, torch.fx.Node) and _is_tuple(producer):
-            group = of[producer]
-        elif groups and groups[-1].kind is kind:
-            group = groups[-1]
+            piece = home[producer]
+        elif pieces and pieces[-1].kind is kind:
+            piece = pieces[-1]
         else:
-            group = _Group(kind, [])
-            groups.append(group)
-        group.nodes.append(node)
-        of[node] = group
-    return _absorb_inline(groups)
+            piece = Piece(index=len(pieces), kind=kind, reason="", nodes=[])
+            pieces.append(piece)
+        piece.nodes.append(node)
+        home[node] = piece
+        if node in matches:
+            piece.splitting[node] = matches[node].name
+    return _absorb_inline(pieces)
 
 
 def _is_tuple(node: torch.fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), (tuple, list))
 
 
-def _absorb_inline(groups: list[_Group]) -> list[_Group]:
-    """Give groups without a kernel to a boundary beside them, and join boundaries that meet."""
-    joined: list[_Group] = []
-    for group in groups:
-        if group.kind is Kind.REGION and all(_is_inline(n) for n in group.nodes):
-            group = _Group(Kind.BOUNDARY if len(groups) > 1 else Kind.INLINE, group.nodes)
-        if joined and joined[-1].kind is group.kind is Kind.BOUNDARY:
-            joined[-1].nodes += group.nodes
+def _absorb_inline(pieces: list[Piece]) -> list[Piece]:
+    """Give pieces without a kernel to a boundary beside them, and join boundaries that meet."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if piece.kind is Kind.REGION and all(_is_inline(n) for n in piece.nodes):
+            piece.kind = Kind.BOUNDARY if len(pieces) > 1 else Kind.INLINE
+        if joined and joined[-1].kind is piece.kind is Kind.BOUNDARY:
+            joined[-1].nodes += piece.nodes
+            joined[-1].splitting |= piece.splitting
         else:
-            joined.append(_Group(group.kind, list(group.nodes)))
+            piece.index = len(joined)
+            joined.append(piece)
     return joined
 
 
@@ -276,23 +273,14 @@ def _is_inline(node: torch.fx.Node) -> bool:
 # ---- pieces --------------------------------------------------------------------------------------
 
 
-def _piece(index: int, group: _Group, matches: dict[torch.fx.Node, _Match]) -> Piece:
-    splitting = {n: matches[n].name for n in group.nodes if n in matches}
-    return Piece(index=index, kind=group.kind, reason="", nodes=group.nodes, splitting=splitting)
-
-
 def _connect(traced: TracedGraph, pieces: list[Piece]) -> None:
     """Find what crosses each border."""
     home = {node: piece for piece in pieces for node in piece.nodes}
-    output = next(n for n in traced.graph.nodes if n.op == "output")
     for piece in pieces:
-        inputs: dict[torch.fx.Node, None] = {}
-        for node in piece.nodes:
-            for used in node.all_input_nodes:
-                if home.get(used) is not piece:
-                    inputs[used] = None
-        piece.inputs = list(inputs)
-    crossing = {n for piece in pieces for n in piece.inputs} | set(output.all_input_nodes)
+        used = (n for node in piece.nodes for n in node.all_input_nodes)
+        piece.inputs = list(dict.fromkeys(n for n in used if home.get(n) is not piece))
+    crossing = {n for piece in pieces for n in piece.inputs}
+    crossing |= set(traced.graph.output_node().all_input_nodes)
     for piece in pieces:
         piece.outputs = [n for n in piece.nodes if n in crossing]
         for node in piece.outputs:
@@ -402,10 +390,10 @@ def _reasons(pieces: list[Piece], matches: dict[torch.fx.Node, _Match]) -> None:
         elif piece.kind is Kind.INLINE:
             piece.reason = "allocations and views only, nothing to replay"
         else:
-            piece.reason = _place([p for p in pieces if p.kind is Kind.REGION], pieces, piece)
+            piece.reason = _place(pieces, piece)
 
 
-def _place(regions: Iterable[Piece], pieces: list[Piece], piece: Piece) -> str:
+def _place(pieces: list[Piece], piece: Piece) -> str:
     before = any(p.kind is Kind.BOUNDARY for p in pieces[: piece.index])
     after = any(p.kind is Kind.BOUNDARY for p in pieces[piece.index + 1 :])
     if before and after:

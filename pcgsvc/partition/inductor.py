@@ -36,9 +36,8 @@ def partition_inductor(traced: TracedGraph, plan: Partition) -> Partition:
             "and fuses, so nothing calls them any more. Under partition.strategy=inductor only "
             "custom operators can be boundaries; use partition.strategy=fx."
         )
-    output = next(n for n in traced.graph.nodes if n.op == "output")
-    inputs = [n for n in traced.graph.nodes if n.op == "placeholder" and n.users]
-    results: Any = output.args[0]
+    inputs = [n for n in traced.graph.find_nodes(op="placeholder") if n.users]
+    results: Any = traced.graph.output_node().args[0]
     piece = Piece(
         index=0,
         kind=Kind.REGION,

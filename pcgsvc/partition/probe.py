@@ -106,8 +106,7 @@ class Forward:
         for run in (other, small):
             _refuse_other_result(first, run)
         _forget_replaced(self.module, self.memory)
-        written = writes.names()
-        return ForwardProbe(largest=first, other=other, written=written, warnings=warnings)
+        return ForwardProbe(largest=first, other=other, written=writes.written, warnings=warnings)
 
     def _run(self, size: int, writes: Writes, stdout: TextIO) -> ForwardRun:
         memory = self.memory

@@ -7,6 +7,7 @@ runner itself calls the module. Knows nothing of capture.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from pcgsvc.errors import CompileError, ConfigError, PcgError, near
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.partition.fx import partition_fx
-from pcgsvc.program.outputs import OutputPlan
+from pcgsvc.program.model import OutputPlan
 from pcgsvc.program.pieces import Piece
 from pcgsvc.program.program import CompiledPiece, Direct, Program, program_of
 from pcgsvc.trace.dynamo import trace
@@ -47,6 +48,20 @@ class Calls:
         """Note that a break was met here."""
         self.broken.update(self.stack)
 
+    def enter(self, name: str, sub: torch.nn.Module, args: Any, kwargs: Arguments) -> None:
+        """A forward pre-hook: note what the submodule `name` is called with."""
+        self.stack.append(name)
+        if name in self.arguments:
+            self.repeated.add(name)
+            return
+        with contextlib.suppress(TypeError):  # it does not take them, and will say so
+            bound = inspect.signature(sub.forward).bind(*args, **kwargs)
+            self.arguments[name] = dict(bound.arguments)
+
+    def leave(self, sub: torch.nn.Module, args: Any, result: Any) -> None:
+        """A forward hook: the submodule has returned."""
+        self.stack.pop()
+
 
 @contextlib.contextmanager
 def watched(module: Callable[..., Any], calls: Calls) -> Iterator[None]:
@@ -55,35 +70,14 @@ def watched(module: Callable[..., Any], calls: Calls) -> Iterator[None]:
     if isinstance(module, torch.nn.Module):
         for name, sub in module.named_modules():
             if name:
-                handles.append(sub.register_forward_pre_hook(_enter(name, calls), with_kwargs=True))
-                handles.append(sub.register_forward_hook(_leave(calls)))
+                enter = functools.partial(calls.enter, name)
+                handles.append(sub.register_forward_pre_hook(enter, with_kwargs=True))
+                handles.append(sub.register_forward_hook(calls.leave))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _enter(name: str, calls: Calls) -> Callable[..., None]:
-    def hook(sub: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.stack.append(name)
-        if name in calls.arguments:
-            calls.repeated.add(name)
-            return
-        try:
-            bound = inspect.signature(sub.forward).bind(*args, **kwargs)
-        except TypeError:
-            return
-        calls.arguments[name] = dict(bound.arguments)
-
-    return hook
-
-
-def _leave(calls: Calls) -> Callable[..., None]:
-    def hook(sub: torch.nn.Module, args: Any, result: Any) -> None:
-        calls.stack.pop()
-
-    return hook
 
 
 def chosen(module: torch.nn.Module, calls: Calls, names: Sequence[str] | None) -> list[str]:

@@ -29,11 +29,8 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 def config_facts(config: Config) -> dict[str, Any]:
     """Return every setting that counts, as `config.<dotted name>`."""
-    return {
-        f"config.{name}": value
-        for name, value in _flat(to_dict(config), "")
-        if key_reason(name) is None
-    }
+    settings = flatten(to_dict(config)).items()
+    return {f"config.{name}": value for name, value in settings if key_reason(name) is None}
 
 
 def version_facts() -> dict[str, Any]:
@@ -41,12 +38,12 @@ def version_facts() -> dict[str, Any]:
     return {"pcgsvc": __version__, "format": FORMAT}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in tree.items():
-        dotted = f"{prefix}{name}"
+def flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with dotted names; lists stay whole."""
+    out: dict[str, Any] = {}
+    for name, value in facts.items():
         if isinstance(value, Mapping) and value:
-            found += _flat(value, f"{dotted}.")
+            out |= flatten(value, f"{prefix}{name}.")
         else:
-            found.append((dotted, value))
-    return found
+            out[f"{prefix}{name}"] = value
+    return out

@@ -6,7 +6,7 @@ serve read. Knows nothing of graphs or of where any of it is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,17 +17,49 @@ from pcgsvc.errors import TraceError, VerifyError
 from pcgsvc.forward.arguments import Arguments
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.request import Request, make_workspace
-from pcgsvc.forward.results import tensors_in
-from pcgsvc.forward.specs import SizePredicate
+from pcgsvc.forward.results import ResultTree, tensors_in
+from pcgsvc.forward.specs import SizePredicate, TensorSpec, cut_rows
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.ranks import Ranks
 from pcgsvc.program.image import ProgramImage
-from pcgsvc.program.outputs import OutputPlan
 from pcgsvc.program.pieces import PieceCounts
 from pcgsvc.program.program import Program
 
 LAYOUT, IDENTITY = "layout", "identity"
 """What a forward may depend on of its inputs, besides their values; see `check.dependence`."""
+
+
+@dataclass(kw_only=True)
+class OutputPlan:
+    """How a forward's result is put together from graph results."""
+
+    leaves: list[tuple[str, int]]
+    """Per tensor leaf: ("graph", result index) or ("input", input index)."""
+    constants: dict[int, Any]
+    """Leaves that are no tensors, by leaf index."""
+    tree: ResultTree
+    """How the leaves are nested."""
+    specs: list[TensorSpec]
+    """Per graph result."""
+
+    @cached_property
+    def is_one_tensor(self) -> bool:
+        """Whether the forward returns the graph's first result, as it is."""
+        return self.tree.is_leaf and self.leaves == [("graph", 0)]
+
+    def cut(self, results: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        """Return the true rows of graph results, as views."""
+        pairs = zip(results, self.specs, strict=True)
+        return [cut_rows(result, spec.row_dims(), rows) for result, spec in pairs]
+
+    def build(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+        """Return the forward's result with its own structure; inputs are in the forward's order."""
+        if self.is_one_tensor:
+            return results[0]
+        tensors = iter(results[i] if k == "graph" else inputs[i] for k, i in self.leaves)
+        count = len(self.leaves) + len(self.constants)
+        leaves = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
+        return self.tree.build(leaves)
 
 
 @dataclass(kw_only=True)
@@ -92,7 +124,8 @@ class CompiledModel:
 
     def requiring(self, condition: str, origin: str) -> CompiledModel:
         """Return the same model, valid only for row counts `s` that satisfy one more condition."""
-        predicate = self.predicate.and_also(condition, origin)
+        old = self.predicate
+        predicate = SizePredicate((*old.conditions, condition), (*old.origins, origin))
         return replace(self, image=replace(self.image, predicate=predicate))
 
     def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

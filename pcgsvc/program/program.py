@@ -57,9 +57,9 @@ def boundaries_of(document: Mapping[str, Any]) -> Boundaries | None:
 class CompiledPiece(Protocol):
     """What a compiler makes of a unique piece."""
 
-    opaque: bool
+    opaque: bool = False
     """Whether its kernels are invisible to a recorder that listens to dispatched ops."""
-    boundaries: Boundaries | None
+    boundaries: Boundaries | None = None
     """The splitting ops that it calls by itself; None: it is a region."""
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -67,6 +67,7 @@ class CompiledPiece(Protocol):
 
     def source(self) -> str:
         """Return the Python source that runs; empty for opaque pieces."""
+        return ""
 
     def num_kernels(self) -> int:
         """Return about how many kernels a run launches."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pcgsvc.cache.reports import flatten
+from pcgsvc.program.keys import flatten
 
 
 def differing_overrides(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:

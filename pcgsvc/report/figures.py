@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
-from pcgsvc.cache.reports import flatten
+from pcgsvc.program.keys import flatten
 from pcgsvc.report.columns import Column, Figures, mib, written
 from pcgsvc.report.costs import KINDS, Job
 from pcgsvc.report.rows import Facts, Step

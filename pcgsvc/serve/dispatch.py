@@ -133,8 +133,7 @@ class DispatchTable:
         return reason
 
     def _why_none(self, num_tokens: int, num_reqs: int, uniform: bool) -> str:
-        half = self._resolution.decode if uniform else self._resolution.mixed
-        if half is NONE:
+        if not self.wants(uniform):
             return f"mode {self._resolution.resolved.value} captures nothing for such batches"
         if num_reqs > self._max_reqs:
             return f"more requests than attention.max_num_reqs={self._max_reqs}"

@@ -13,7 +13,7 @@ from typing import Any
 from pcgsvc.errors import BatchError, ConfigError
 from pcgsvc.events import span
 from pcgsvc.forward.sampling import Sampling
-from pcgsvc.serve.slots import Continuation, NewToken, Slots
+from pcgsvc.serve.slots import NewToken, Slots
 from pcgsvc.serve.steps import StepRunner
 
 
@@ -54,20 +54,17 @@ def generate(
         raise ConfigError(
             "generate: this model has no tokenizer. Give prompts as token ids and return_ids=True."
         )
-    done = _generate(runner, prompts, max_new_tokens, sampling, slots)
-    return [c.new if return_ids else c.text for c in done]
-
-
-def generate_ids(
-    runner: StepRunner,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    end_ids: frozenset[int] = frozenset(),
-) -> list[list[int]]:
-    """Continue token ids greedily; an end token ends a continuation and is not part of it."""
-    sampling = Sampling(end_ids=end_ids)
-    return [c.new for c in _generate(runner, prompts, max_new_tokens, sampling, None)]
+    if not prompts:
+        raise BatchError("prompts: at least one is needed, and none may be empty.")
+    with (
+        span("pcgsvc.generate", prompts=len(prompts)),
+        Slots(runner, max_requests=slots) as several,
+        runner.lock,
+    ):
+        made = [several.prepare(p, max_new_tokens, sampling, live_text=False) for p in prompts]
+        for _ in several.run(made):
+            pass
+    return [c.new if return_ids else c.text for c in made]
 
 
 def stream(
@@ -85,23 +82,3 @@ def stream(
     slots = Slots(runner, max_requests=1)
     continuation = slots.prepare(prompt, max_new_tokens, sampling)
     return (token for tokens in slots.run([continuation]) for token in tokens)
-
-
-def _generate(
-    runner: StepRunner,
-    prompts: Sequence[str | Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling | None,
-    slots: int | None,
-) -> list[Continuation]:
-    if not prompts:
-        raise BatchError("prompts: at least one is needed, and none may be empty.")
-    with (
-        span("pcgsvc.generate", prompts=len(prompts)),
-        Slots(runner, max_requests=slots) as several,
-        runner.lock,
-    ):
-        made = [several.prepare(p, max_new_tokens, sampling, live_text=False) for p in prompts]
-        for _ in several.run(made):
-            pass
-    return made

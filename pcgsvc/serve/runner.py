@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pcgsvc.capture.capture import GraphTable
+from pcgsvc.events import memory as memory_text
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.sampling import Sampling
@@ -26,7 +27,6 @@ from pcgsvc.serve.embed import embed
 from pcgsvc.serve.generate import generate, stream
 from pcgsvc.serve.prepared import PreparedCall
 from pcgsvc.serve.slots import NewToken
-from pcgsvc.serve.summary import summary
 from pcgsvc.serve.weights import LoadedState
 
 
@@ -214,7 +214,7 @@ class Runner:
 
     def __repr__(self) -> str:
         """Return five lines: model, modes, sizes, graphs, warm or cold."""
-        return summary(self._model_name, self.report, is_closed=self._calls.is_closed)
+        return _summary(self._model_name, self.report, is_closed=self._calls.is_closed)
 
     # -- life --
 
@@ -248,3 +248,28 @@ class Runner:
     def ensure_open(self) -> None:
         """Raise PcgError if the runner is closed."""
         self._calls.ensure_open()
+
+
+def _summary(model_name: str, report: dict[str, Any], *, is_closed: bool) -> str:
+    """Return model, modes, sizes, graphs, and how the runner was started, a line each."""
+    mode, graphs, compiled = report["mode"], report["graphs"], report["compile"]
+    asked = "" if mode["requested"] == mode["resolved"] else f" ({mode['requested']} asked for)"
+    skipped = f", {len(graphs['skipped'])} skipped" if graphs["skipped"] else ""
+    serves = f": {mode['decode']} for decode batches, {mode['mixed']} for all others"
+    if mode["decode"] == mode["mixed"]:
+        serves = ", for all batches"
+    held = f"{graphs['num_graphs']} {graphs['backend']}, {memory_text(graphs['pool_bytes'])}"
+    if not graphs["num_graphs"]:
+        held = "none"
+    regions = "region" if compiled["num_compiled"] == 1 else "regions"
+    made = f"{compiled['num_compiled']} {regions} compiled, {compiled['num_loaded']} loaded"
+    return "\n".join(
+        [
+            f"pcgsvc.Runner of {model_name} on {report['device']}, {report['config']['dtype']}"
+            + (", closed" if is_closed else ""),
+            f"  modes: {mode['resolved']}{asked}{serves}",
+            f"  sizes: {', '.join(map(str, graphs['sizes'])) or 'none'}{skipped}",
+            f"  graphs: {held}",
+            f"  start: {compiled['start']}, {made}, {compiled['seconds']['total']:.1f} s",
+        ]
+    )

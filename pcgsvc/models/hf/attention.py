@@ -13,17 +13,21 @@ V = features of a value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from pcgsvc import torch_private
 from pcgsvc.models.extras import require
 from pcgsvc.ops import attention as _attention_op  # noqa: F401 - registers pcgsvc::attention
 
 IMPLEMENTATION = "pcgsvc"
 """What `attn_implementation` is called in transformers."""
+_MAKER = "create_position_ids_from_input_ids"
+"""What transformers calls the method that makes positions from tokens, in all models with one."""
 
 
 def register() -> None:
@@ -57,6 +61,21 @@ def attend(
     return output[..., :width].unsqueeze(0), None
 
 
+def first_position(model: nn.Module) -> int:
+    """Return which position transformers gives the first token of a sequence.
+
+    0, but RoBERTa and its relatives count from `padding_idx + 1`: an embedding of theirs makes
+    positions from the tokens, and is called here for one token. Runs no forward of the model.
+    """
+    for module in model.modules():
+        maker: Callable[..., torch.Tensor] | None = getattr(module, _MAKER, None)
+        padding: Any = getattr(module, "padding_idx", None)
+        if maker is not None and isinstance(padding, int):
+            with torch_private.real_tensors():
+                return int(maker(torch.full((1, 1), padding + 1, device="cpu"), padding))
+    return 0
+
+
 class HfCausalLM(nn.Module):
     """A causal language model of transformers as (input_ids [T], positions [T]) -> logits [T, V].
 
@@ -64,7 +83,7 @@ class HfCausalLM(nn.Module):
     """
 
     def __init__(self, model: nn.Module, first_position: int = 0) -> None:
-        """`first_position`: what transformers calls position 0, see `positions`."""
+        """`first_position`: what transformers calls position 0, see `first_position`."""
         super().__init__()
         self.model = model
         self.first_position = first_position

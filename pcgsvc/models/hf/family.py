@@ -22,11 +22,10 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.models.hf import attention, probe, reference, sharding, weights
 from pcgsvc.models.hf.generation import sampling_of
-from pcgsvc.models.hf.positions import first_position
 from pcgsvc.models.hf.source import Source, open_source
 from pcgsvc.models.hf.tokenizer import has_tokenizer, load_tokenizer
 from pcgsvc.models.language import language_bundle
-from pcgsvc.models.sharding import check_heads
+from pcgsvc.models.sharding import check_heads, in_words
 from pcgsvc.ops.attention import AttentionSpec
 from pcgsvc.ops.backends import find_backend
 from pcgsvc.ops.expert_group import Place, tensor_place
@@ -88,7 +87,12 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> ModelBund
     bundle.stored_dtype = None if stored is None else str(stored).removeprefix("torch.")
     bundle.plan_notes = _experts_note(config, source, device, dtype)
     if place.world > 1:
-        bundle.parallel = _in_words(module, specs, place.world)
+        head: Any = module.model.get_output_embeddings()  # type: ignore[operator]
+        bundle.parallel = in_words(
+            is_head_split=isinstance(head, sharding.RowsOfLinear),
+            kv_heads=specs.whole.num_kv_heads,
+            world=place.world,
+        )
     return bundle
 
 
@@ -119,7 +123,7 @@ def _build(
     weights.freeze_frequencies(model)
     if place.world > 1:
         sharding.shard(source, model, specs.whole, place)
-    module = attention.HfCausalLM(model, first_position(model))
+    module = attention.HfCausalLM(model, attention.first_position(model))
     if expected is not None:
         kind = find_backend(config.attention.name)
         error = reference.check(source, expected, module, specs.here, kind, dtype=dtype)
@@ -136,7 +140,7 @@ def _load_parts(
     shard = functools.partial(sharding.shard, source, spec=specs.whole, place=place)
     model = weights.load_shards(source, attention.IMPLEMENTATION, shard, device=device, dtype=dtype)
     weights.freeze_frequencies(model)
-    return attention.HfCausalLM(model, first_position(model)), specs
+    return attention.HfCausalLM(model, attention.first_position(model)), specs
 
 
 def _specs(source: Source, place: Place) -> _Specs | None:
@@ -157,18 +161,6 @@ def _specs(source: Source, place: Place) -> _Specs | None:
     here = probe.spec_of_source(source, shard)
     assert here is not None, "the whole model's forward read no values"
     return _Specs(whole, here)
-
-
-def _in_words(module: attention.HfCausalLM, specs: _Specs, world: int) -> dict[str, str]:
-    """Return what is split and what replicated, for the report."""
-    transformers_own: Any = module.model
-    split = isinstance(transformers_own.get_output_embeddings(), sharding.RowsOfLinear)
-    copies = world * specs.here.num_kv_heads // specs.whole.num_kv_heads
-    return {
-        "embeddings": "replicated",
-        "head": "split" if split else "replicated",
-        "kv_heads": "split" if copies == 1 else f"replicated on {copies} ranks each",
-    }
 
 
 def _shallow(source: Source) -> Source:

@@ -25,7 +25,7 @@ from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError
 from pcgsvc.models.extras import require
 from pcgsvc.models.hf import masks
-from pcgsvc.models.hf.positions import first_position
+from pcgsvc.models.hf.attention import first_position
 from pcgsvc.models.hf.source import OWN_ATTENTION, Source
 from pcgsvc.models.hf.weights import implementation, make
 from pcgsvc.ops.attention import AttentionSpec

@@ -20,7 +20,7 @@ from torch import nn
 
 from pcgsvc.errors import VerifyError
 from pcgsvc.forward.batch import Batch, CacheGeometry, StepBuffers, check_batch
-from pcgsvc.models.hf.positions import first_position
+from pcgsvc.models.hf.attention import first_position
 from pcgsvc.models.hf.source import Source
 from pcgsvc.models.hf.weights import implementation
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
@@ -62,8 +62,10 @@ def take(source: Source, model: Any, spec: AttentionSpec, vocab_size: int, seed:
     if first:  # padding has no position of its own there
         sequences = [ids.where(ids != first - 1, first % vocab_size) for ids in sequences]
     try:
+        # Positions are left to transformers: where its own begin is part of what is compared.
         with torch.no_grad(), implementation(model, "eager", "eager"):
-            logits = [own_logits(model, ids) for ids in sequences]
+            results = [model(input_ids=ids.unsqueeze(0), use_cache=False) for ids in sequences]
+            logits = [result.logits.squeeze(0) for result in results]
     except Exception as error:
         raise source.refuse(
             "transformers' own forward, with its eager attention, fails on a sequence of random "
@@ -71,16 +73,6 @@ def take(source: Source, model: Any, spec: AttentionSpec, vocab_size: int, seed:
             "transformers; model.reference_check=false runs it without being compared."
         ) from error
     return Reference(sequences, logits)
-
-
-def own_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return transformers' logits [L, vocab] of one sequence [L], which attends to itself alone.
-
-    Positions are left to transformers: where its own begin is part of what is compared.
-    """
-    result = model(input_ids=ids.unsqueeze(0), use_cache=False)
-    logits: torch.Tensor = result.logits.squeeze(0)
-    return logits
 
 
 def check(

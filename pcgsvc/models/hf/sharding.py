@@ -123,14 +123,15 @@ class _Cutter:
             self._keep(linear, found)
             linear.in_features = linear.weight.shape[1]
             stretch = here.parts[0][1] if style in _SPLIT_INPUT else None
-            self._replace(ColumnsOfLinear(linear, self.place.world, stretch))
+            summed = ColumnsOfLinear(linear, self.place.world, stretch)
+            self.model.set_submodule(self.name, summed)
         elif style == "colwise" or style == "packed_colwise" or style in _GATHERED:
             here = self._halves(0, linear.out_features, 2 if style == "packed_colwise" else 1)
             found = {"weight": here, "bias": here}
             self._keep(linear, found)
             linear.out_features = linear.weight.shape[0]
             if style in _GATHERED:
-                self._replace(RowsOfLinear(linear, self.place.world))
+                self.model.set_submodule(self.name, RowsOfLinear(linear, self.place.world))
         else:
             raise self._unknown("a linear layer")
         return {f"{self.name}.{k}": c for k, c in found.items() if getattr(linear, k) is not None}
@@ -171,9 +172,6 @@ class _Cutter:
         for name, cut in cuts.items():
             if (whole := getattr(module, name)) is not None:
                 setattr(module, name, nn.Parameter(cut.of(whole.data), requires_grad=False))
-
-    def _replace(self, module: nn.Module) -> None:
-        self.model.set_submodule(self.name, module)
 
     def _unknown(self, what: str) -> ConfigError:
         known = ("colwise", *_GATHERED, "rowwise", *_SPLIT_INPUT, "packed_colwise", *_WHOLE)
