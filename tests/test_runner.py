@@ -107,7 +107,7 @@ def test_a_plan_runs_nothing_and_says_why(shared: pcgsvc.Runner) -> None:
     assert shared.plan(9).descriptor.num_tokens == 9
     with pytest.raises(BatchError):
         shared.plan(5, [2, 2])
-    with pytest.raises(BatchError):
+    with pytest.raises(BatchError, match=r"^num_tokens: got 0; at least 1 row"):
         shared.plan(0)
     with pytest.raises(BatchError):
         shared.plan(3, [])
@@ -208,7 +208,10 @@ def test_a_training_module_and_star_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "x",
-    [rows(3).double(), rows(3, 5), rows(3)[0], rows(3)[None], rows(0), None, [1.0], "x"],
+    [
+        *(rows(3).double(), rows(3).to_sparse(), rows(3, 5), rows(3)[0], rows(3)[None], rows(0)),
+        *(None, [1.0], "x"),
+    ],
     ids=str,
 )
 def test_an_input_that_does_not_fit_names_itself(shared: pcgsvc.Runner, x: Any) -> None:

@@ -44,6 +44,7 @@ class InputBinder:
                 type(value) is torch.Tensor
                 and value.dtype is self._dtypes[at]
                 and not value.is_meta
+                and value.layout is torch.strided
             ):
                 rows = self._shapes[at].get(value.shape)
                 if rows is not None and (num_tokens == rows or num_tokens == -1):
@@ -64,6 +65,11 @@ def _check_input(spec: InputSpec, buffer: torch.Tensor, value: Any, num_tokens: 
         raise BatchError(f"{spec.name}: got {got}, a tensor of {buffer.dtype} is needed.")
     if value.is_meta:
         raise BatchError(f"{spec.name}: got a tensor on the meta device, which has no values.")
+    if value.layout is not torch.strided:
+        raise BatchError(
+            f"{spec.name}: got a tensor of layout {value.layout}, a dense one is needed: "
+            "tensor.to_dense()."
+        )
     shape, wanted = list(value.shape), list(buffer.shape)
     rows = num_tokens
     if dims and dims[0] < len(shape):
