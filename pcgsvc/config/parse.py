@@ -218,7 +218,8 @@ def _auto_or_sizes(value: Any, path: str) -> list[int] | str:
 def _sizes(value: Any, path: str) -> list[int]:
     """Read a list, `"1,2,4"` or `"1:64:8"`."""
     help_ = (
-        "a list such as '[1,2,4]', or the string '\"1:64:8\"' (quoted: YAML reads 1:64:8 as a time)"
+        "a list such as '[1,2,4]', auto:FILE, or the string '\"1:64:8\"' (quoted: YAML reads "
+        "1:64:8 as a time)"
     )
     if isinstance(value, str):
         text = value.strip()

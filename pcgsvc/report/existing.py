@@ -21,6 +21,8 @@ SETTING = "compare.reports"
 def read_reports(paths: Sequence[str]) -> list[Row]:
     """Read reports; a folder stands for every `report.json` below it, by natural order.
 
+    Of a folder, reports of `job=doctor` are left out: it has built nothing.
+
     Returns:
         A row per report, numbered in their order.
 
@@ -66,10 +68,19 @@ def _files(word: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ConfigError(f"{SETTING}: '{word}' does not exist.")
-    files = [p for p in path.rglob("report.json") if p.is_file()]
+    files = [p for p in path.rglob("report.json") if p.is_file() and not _is_of_doctor(p)]
     if not files:
         raise ConfigError(f"{SETTING}: there is no report.json in '{word}' or below it.")
     return sorted(files, key=_natural)
+
+
+def _is_of_doctor(path: Path) -> bool:
+    """Whether a report builds nothing, so that a folder of all kinds can be compared."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False  # refused by name when it is read
+    return isinstance(report, dict) and "doctor" in report
 
 
 def _natural(path: Path) -> list[Any]:
