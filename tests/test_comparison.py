@@ -415,6 +415,7 @@ def test_existing_reports_are_compared_folders_by_natural_order(cli: Cli, tmp_pa
     write(tmp_path / "sweep" / "10" / "report.json", make_report("full", [1]))
     write(tmp_path / "sweep" / "9" / "report.json", make_report("piecewise", [1]))
     write(tmp_path / "sweep" / "11" / "report.json", {"schema": 1, "doctor": []})  # no build
+    write(tmp_path / "sweep" / "12" / "report.json", make_report() | {"tries": []})  # many
     single = write(tmp_path / "mine.json", make_report("none"))
     done = cli("job=compare", f"compare.reports=[{single},../sweep]", "hydra.run.dir=out")
     assert done.code == 0, done.err
