@@ -90,7 +90,10 @@ def unknown_setting(path: str) -> str:
     last = path.rpartition(".")[2]
     choices = [f"{group}.{name}".lstrip(".") for name in tree]
     elsewhere = [f"{k}.{last}" for k, v in to_dict(Config()).items() if last in _names(v)]
-    hint = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else near(path, choices)
+    is_near = near(last, tree) != "."  # the group's name alone makes no likeness
+    hint = near(path, choices) if is_near else "."
+    if elsewhere:
+        hint = f"; did you mean {' or '.join(elsewhere)}?"
     if path in _REMOVED:
         hint = f"; {_REMOVED[path]}."
     return (
