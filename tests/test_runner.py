@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from core_helpers import WIDTH, attended, build, device_forward, make_config, plain, rows, toy
@@ -103,6 +104,7 @@ def test_a_plan_runs_nothing_and_says_why(shared: pcgsvc.Runner) -> None:
     before = shared.stats()
     assert shared.plan(5).descriptor.num_tokens == 8
     assert "3 padding rows" in shared.plan(5).reason
+    assert shared.plan(np.int64(5)) == shared.plan(5)
     assert shared.plan(9).mode.value == "none"
     assert shared.plan(9).descriptor.num_tokens == 9
     with pytest.raises(BatchError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -126,8 +127,9 @@ class Runner:
             PcgError: the runner is closed.
         """
         self.ensure_open()
-        if type(num_tokens) is not int or num_tokens < 1:
-            raise BatchError(f"num_tokens: got {num_tokens!r}; at least 1 row is needed.")
+        given: Any = num_tokens
+        if not isinstance(given, Integral) or num_tokens < 1:  # numpy's numbers are welcome
+            raise BatchError(f"num_tokens: got {given!r}; at least 1 row is needed.")
         lens = [num_tokens] if query_lens is None else query_lens
         batch = check_batch(Batch(query_lens=lens), num_tokens, None)
         uniform = self.dispatch.is_uniform(batch.query_lens)
