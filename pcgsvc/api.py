@@ -33,6 +33,7 @@ _NOT_READ = {
     "attention": "a model that calls pcgsvc::attention goes to pcgsvc.build_runner(attention=…)",
     "preset": "it picks values on the command line and in pcgsvc.load(['preset=…']); name those",
     "size": "the row counts that are captured are sizes=[1, 2, 4]",
+    "kwargs": "arguments by name are example_inputs={'x': x, 'scale': 2.0}, a dict of all of them",
     "config": "settings are given by name, or a dict of them as **settings",
 } | dict.fromkeys(
     [

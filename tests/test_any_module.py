@@ -530,6 +530,18 @@ def test_padding_rows_that_reach_state_are_found_out_though_the_results_are_righ
     assert not module.total.any()
 
 
+def test_state_that_is_masked_by_a_product_is_told_how_to_mask() -> None:
+    class Product(Keeps):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total.add_((x * pcgsvc.true_rows(x)[:, None]).sum(0))
+            return x + self.total
+
+    with pytest.raises(VerifyError, match="not by a product: NaN times 0 is NaN") as caught:
+        build(Product().eval(), sizes=[4])
+    assert "true rows NaN or infinite" in str(caught.value)
+    assert "1e+30" not in str(caught.value)
+
+
 def test_true_rows_is_all_true_outside_a_runner_and_a_mask_inside_graphs() -> None:
     assert pcgsvc.true_rows(rows(3)).tolist() == [True] * 3
 

@@ -247,6 +247,7 @@ def test_the_table_has_a_row_per_job_with_its_figures() -> None:
     assert rows["3*"][-5:-2] == ["14.0", "24.0", "7.43"]
     assert "job 4 failed: killed [SIGKILL] by the kernel [4/output.txt]" in text
     assert "µs: per step at 4 tokens" in text  # the largest size that all have
+    assert "front of memory and mean decode step of batches of 1 to 16 tokens" in text
     assert "say nothing of CUDA graphs' speed" in text
 
 
@@ -262,9 +263,11 @@ def test_no_line_is_wider_than_the_terminal_and_no_figure_is_cut(width: int) -> 
 def test_only_graphs_of_a_device_have_a_host_time() -> None:
     report = make_report()
     assert report["graphs"]["backend"] == "recorded"
-    assert "host µs" not in shown([make_row("0", report)], 200)
+    assert "host" not in shown([make_row("0", report)], 200)  # nor is it explained
     report["graphs"]["backend"] = "cuda"
-    assert "host µs" in shown([make_row("0", report)], 200)
+    text = shown([make_row("0", report)], 200)
+    assert "host µs" in text
+    assert "\nhost: until it is enqueued" in text
 
 
 def test_a_mode_that_is_not_as_asked_has_a_column() -> None:
@@ -411,6 +414,8 @@ def write(path: Path, report: Any) -> str:
 def test_existing_reports_are_compared_folders_by_natural_order(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path / "sweep" / "10" / "report.json", make_report("full", [1]))
     write(tmp_path / "sweep" / "9" / "report.json", make_report("piecewise", [1]))
+    write(tmp_path / "sweep" / "11" / "report.json", {"schema": 1, "doctor": []})  # no build
+    write(tmp_path / "sweep" / "12" / "report.json", make_report() | {"tries": []})  # many
     single = write(tmp_path / "mine.json", make_report("none"))
     done = cli("job=compare", f"compare.reports=[{single},../sweep]", "hydra.run.dir=out")
     assert done.code == 0, done.err

@@ -166,6 +166,7 @@ def test_a_group_that_is_no_mapping_is_refused() -> None:
     ("tree", "message"),
     [
         ({"mod": "full"}, r"^mod: there is no such setting; did you mean 'mode'\?"),
+        ({"capture": {"foo": 3}}, r"^capture\.foo: there is no such setting\. Settings of capture"),
         ({"sizes": [1]}, r"^sizes: .*did you mean capture\.sizes\?"),
         ({"name": "eager"}, r"model\.name or attention\.name or compiler\.name\?"),
         ({"capture": {"size": [1]}}, r"^capture\.size: .*'capture\.sizes'\? Settings of capture: "),

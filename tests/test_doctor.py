@@ -138,11 +138,9 @@ def test_a_sound_machine_and_model_are_exit_code_0_and_ops_are_tried_or_said_not
     items = [row["item"] for row in report["doctor"]]
     assert items[:7] == ["torch", "CUDA", "driver", "triton", "C++ compiler", "cache", "disk"]
     assert {row["state"] for row in report["doctor"]} == {"ok"}
-    honest, untried = [found for _, found in rows(done, "ops")]
+    honest, *untried = [found for _, found in rows(done, "ops")]
     assert "doctored::honest, doctored::reads" in honest
-    assert "not tried" in untried
-    assert "pcgsvc::attention" in untried
-    assert "not tried" in done.out
+    assert "pcgsvc::" not in "".join(untried)  # ours that it does not use are no news
 
 
 @pytest.mark.slow

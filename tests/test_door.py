@@ -252,7 +252,10 @@ def test_load_gives_a_runner_of_a_named_model() -> None:
 # ---- what one reads ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "way"), [("size", "sizes="), ("preset", "pcgsvc.load")])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("size", "sizes="), ("preset", "pcgsvc.load"), ("kwargs", "example_inputs={")],
+)
 def test_a_name_that_is_elsewhere_is_answered_with_where(name: str, way: str) -> None:
     with pytest.raises(pcgsvc.ConfigError, match=f"^{name}: not read .*{way}"):
         pcgsvc.compile(mlp(), (rows(3, width=8),), **{name: "safe"})

@@ -307,7 +307,7 @@ def test_other_models_give_no_sentence_vectors() -> None:
     words = ["model=two_regions", "mode=none", "cache.mode=off", "compiler=eager", "device=cpu"]
     with (
         pcgsvc.load_runner(words) as runner,
-        pytest.raises(ConfigError, match=r"model=two_regions gives no sentence vectors"),
+        pytest.raises(ConfigError, match=r"this model gives no sentence vectors; load one"),
     ):
         runner.embed(["x"])
 

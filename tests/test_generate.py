@@ -209,6 +209,10 @@ def test_threads_that_generate_wait_for_each_other(any_runner: pcgsvc.Runner) ->
     [
         ("1 2", 3, r"got one text.*generate\(\[text\]\)"),
         ([5], 3, "got 5, texts are needed"),
+        ([b"1 2"], 3, "got b'1 2', texts are needed"),
+        (b"1 2", 3, "got bytes; a list of texts"),
+        (None, 3, "got NoneType; a list of texts"),
+        (torch.tensor([[1, 2]]), 3, r"got Tensor; .*tensor\.tolist"),
         (["1 2"], 2.5, "max_new_tokens: got 2.5, a whole number"),
     ],
     ids=str,
@@ -218,3 +222,8 @@ def test_what_is_no_list_of_texts_is_refused(
 ) -> None:
     with pytest.raises(BatchError, match=words):
         spoken.generate(prompts, new)
+
+
+def test_a_sampling_of_another_kind_is_refused(any_runner: pcgsvc.Runner) -> None:
+    with pytest.raises(BatchError, match=r"sampling: got \{'top_k': 1\}; a pcgsvc.Sampling"):
+        any_runner.generate([[5]], sampling={"top_k": 1}, return_ids=True)  # type: ignore[arg-type]

@@ -119,6 +119,8 @@ def test_push_check_and_pull_copy_what_the_other_side_lacks(
 ) -> None:
     cached_cli("job=compile")
     job = ["job=cache", remote]
+    empty = cached_cli(*job, "cache.action=pull", elsewhere(tmp_path))
+    assert f"cache.remote: there is no entry at '{url}'" in empty.out.replace("\n", "")
     assert "0 there" in cached_cli(*job, "cache.action=push").out
     assert cached_cli(*job, "cache.action=push").out.startswith("0 entries published")
     checked = cached_cli(*job, "cache.action=check", elsewhere(tmp_path))

@@ -195,6 +195,17 @@ def test_entries_are_listed_by_mode_and_rising_size(report: dict[str, Any]) -> N
     assert entries[0][2:] == figures
 
 
+def test_in_a_file_no_line_ends_in_blanks(
+    report: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_report(console(), report)
+    text = capsys.readouterr().out
+    assert text.splitlines() == [line.rstrip() for line in shown(report, 1000).splitlines()]
+    assert text.endswith("\n")
+    show_report(console(quiet=True), report)
+    assert not capsys.readouterr().out
+
+
 def test_wrong_entries_stand_out(report: dict[str, Any]) -> None:
     report["verify"][0] |= {"ok": False, "max_rel_err": 0.5}
     text = shown(report, 200)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from core_helpers import WIDTH, attended, build, device_forward, make_config, plain, rows, toy
@@ -103,11 +104,12 @@ def test_a_plan_runs_nothing_and_says_why(shared: pcgsvc.Runner) -> None:
     before = shared.stats()
     assert shared.plan(5).descriptor.num_tokens == 8
     assert "3 padding rows" in shared.plan(5).reason
+    assert shared.plan(np.int64(5)) == shared.plan(5)
     assert shared.plan(9).mode.value == "none"
     assert shared.plan(9).descriptor.num_tokens == 9
     with pytest.raises(BatchError):
         shared.plan(5, [2, 2])
-    with pytest.raises(BatchError):
+    with pytest.raises(BatchError, match=r"^num_tokens: got 0; at least 1 row"):
         shared.plan(0)
     with pytest.raises(BatchError):
         shared.plan(3, [])
@@ -208,7 +210,10 @@ def test_a_training_module_and_star_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "x",
-    [rows(3).double(), rows(3, 5), rows(3)[0], rows(3)[None], rows(0), None, [1.0], "x"],
+    [
+        *(rows(3).double(), rows(3).to_sparse(), rows(3, 5), rows(3)[0], rows(3)[None], rows(0)),
+        *(None, [1.0], "x"),
+    ],
     ids=str,
 )
 def test_an_input_that_does_not_fit_names_itself(shared: pcgsvc.Runner, x: Any) -> None:

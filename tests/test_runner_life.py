@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +28,16 @@ def test_a_closed_runner_says_so_and_closing_twice_is_fine() -> None:
         assert same is runner
     runner.close()
     runner.close()
-    for use in (lambda: runner(rows(3)), lambda: runner.plan(3), runner.ensure_open):
+    uses: list[Callable[[], Any]] = [
+        lambda: runner(rows(3)),
+        lambda: runner.plan(3),
+        lambda: runner.generate(["text"]),
+        lambda: runner.stream("text"),
+        lambda: runner.embed(["text"]),
+        lambda: runner.load_state_dict({}),
+        runner.ensure_open,
+    ]
+    for use in uses:
         with pytest.raises(PcgError, match="closed"):
             use()
     assert runner.stats()["hits"] == {}

@@ -113,6 +113,20 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
         Sampling(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("top_p", 2, "a number above 0 and at most 1 is needed."),
+        ("top_k", -1, "a whole number from 0 to 2147483648 is needed."),
+        ("temperature", -1, "0, or a number from 0.01 to 100 is needed."),
+        ("stop", "x", "a list of texts is needed."),
+    ],
+)
+def test_a_refused_value_is_answered_with_what_there_is(name: str, value: Any, words: str) -> None:
+    with pytest.raises(BatchError, match=f"got {value!r}; {words}$"):
+        Sampling(**{name: value})
+
+
 # ---- text ----------------------------------------------------------------------------------------
 
 

@@ -92,7 +92,7 @@ def test_sampling_is_the_request_s(server: Server) -> None:
         ({"prompt": "text"}, 422, "no tokenizer"),
         ({"prompt": [1] * 60, "max_new_tokens": 5}, 422, "max_model_len=64"),
         ({"prompt": [1], "max_new_tokens": 0}, 422, "max_new_tokens: got 0"),
-        ({"prompt": [1], "max_new_tokens": 5000}, 422, "at most 1024"),
+        ({"prompt": [1], "max_new_tokens": 5000}, 422, "got 5000; at most 1024"),
         ({"prompt": [1], "temperature": -1}, 422, "temperature: got -1"),
         ({"prompt": [1], "top_p": 2}, 422, "top_p: got 2"),
         ({"prompt": [1], "seed": -1}, 422, "seed: got -1"),

@@ -136,6 +136,12 @@ def test_each_way_out_that_is_printed_works(name: str, way: str) -> None:
         assert runner.stats()["fallbacks"] == []
 
 
+def test_a_function_marked_for_another_strategy_is_told_which() -> None:
+    message = refusal(pcgsvc.eager_break(branch))
+    assert "eager_break, which is for partition.strategy=breakable" in message
+    assert "ContextVar" not in message
+
+
 def test_a_splitting_op_that_is_called_by_its_function_is_cut_at_as_well() -> None:
     with compiled(Stepping(doubled).eval(), (rows(3),)) as runner:
         assert [o["name"] for o in runner.report["partition"]["splitting_ops"]] == [

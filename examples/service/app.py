@@ -179,8 +179,9 @@ class Service:
         if front is None:
             return JSONResponse({"error": "SERVICE_GENERATE is not set"}, 404)
         if body.max_new_tokens > self.settings.max_new_tokens:
-            most = self.settings.max_new_tokens
-            return JSONResponse({"error": f"max_new_tokens: at most {most} are possible"}, 422)
+            got, most = body.max_new_tokens, self.settings.max_new_tokens
+            error = f"max_new_tokens: got {got}; at most {most} are possible"
+            return JSONResponse({"error": error}, 422)
         sampling = body.sampling(front.sampling)
         job = front.submit(body.prompt, body.max_new_tokens, sampling)
         self.tokens.labels("prompt").inc(len(job.continuation.prompt))

@@ -216,7 +216,9 @@ def import_bundle(
             file.seek(0)
             written = _fill(store, file, path, members)
     except (OSError, tarfile.TarError) as error:
-        raise CacheError(f"cache import: {path} cannot be read as a bundle: {error}.") from error
+        raise CacheError(
+            f"cache.file: {path} cannot be read as a bundle: {error}; action=export writes one."
+        ) from error
     present = len(members) - written
     entries = count(written, "entry", "entries")
     logger.info("cache: imported %s from %s, %d already stored", entries, path, present)

@@ -14,7 +14,7 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.capture.plan import CapturePlan
 from pcgsvc.check.hazards import undeclared_in
-from pcgsvc.check.tolerance import error_of, tolerance_of
+from pcgsvc.check.tolerance import error_of, in_words, tolerance_of
 from pcgsvc.check.trial import Step, Trial, generators, same_random_numbers
 from pcgsvc.config import Compiler, Mode
 from pcgsvc.errors import PcgError, VerifyError
@@ -133,8 +133,9 @@ def of_entry(
     if row["spoilt_state"] and row["num_tokens"] < row["size"]:
         return (
             f"{where} with {row['num_tokens']} true rows: padding rows reach the model's state "
-            f"{row['spoilt_state']} (padded with {row['padding']}). Mask what goes into it with "
-            "pcgsvc.true_rows, or write it in a splitting op, which knows the true row count."
+            f"{row['spoilt_state']} (padded with {row['padding']}). Mask what goes into it, "
+            "torch.where(pcgsvc.true_rows(x)[:, None], h, 0) (not by a product: NaN times 0 is "
+            "NaN), or write it in a splitting op, which knows the true row count."
         )
     if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
         return _mixes(row, plan, memory)
@@ -145,9 +146,9 @@ def of_entry(
     )
     return (
         f"{where}: the replay differs from the module on the same inputs by "
-        f"{row['max_rel_err']:.3g} (tolerance {row['tolerance']:.3g}), and only the replay: {mixes}"
-        "an op reads host state or memory that the graph does not rewrite. Mark it as a splitting "
-        "op, or set capture.self_check=false to look into it."
+        f"{in_words(row['max_rel_err'])} (tolerance {row['tolerance']:.3g}), and only the replay: "
+        f"{mixes}an op reads host state or memory that the graph does not rewrite. Mark it as a "
+        "splitting op, or set capture.self_check=false to look into it."
     )
 
 
@@ -166,7 +167,7 @@ def _without_graphs(row: Mapping[str, Any], trial: Trial) -> str | None:
 def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
     """Say what makes an entry right on padded inputs and wrong on the true rows."""
     where = f"{row['mode']} size {row['size']} with {row['num_tokens']} true rows"
-    gap = f"{row['max_rel_err_true']:.3g} (tolerance {row['tolerance_true']:.3g})"
+    gap = f"{in_words(row['max_rel_err_true'])} (tolerance {row['tolerance_true']:.3g})"
     text = (
         f"{where}: padding rows, filled with {row['padding']}, change the true ones by {gap}: "
         "outside its splitting ops, or in one that reads padding rows as well, the forward mixes "

@@ -19,6 +19,8 @@ NOISE_FACTOR = 2
 """Of a module's own noise."""
 
 NOISE_LIMIT = 0.5
+NOT_FINITE = 1e30
+"""The error of results of which one is NaN or infinite where the other is not; reports hold it."""
 """Whatever the noise is; a stale or mixed-up tensor gives an error near 1."""
 
 DRAWS = 4
@@ -76,8 +78,13 @@ def error_of(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> flo
         gap = torch.where((x == y) | (x.isnan() & y.isnan()), torch.zeros_like(gap), gap)
         scale = y.abs().nan_to_num(0.0, posinf=0.0).max().clamp_min(1e-30)
         error = gap.max() / scale
-        worst = max(worst, float(error) if bool(error.isfinite()) else 1e30)
+        worst = max(worst, float(error) if bool(error.isfinite()) else NOT_FINITE)
     return worst
+
+
+def in_words(error: float) -> str:
+    """Return an error as people read it."""
+    return "NaN or infinite" if error >= NOT_FINITE else f"{error:.3g}"
 
 
 def differ(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:

@@ -18,7 +18,14 @@ from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import BatchDescriptor, CapturePlan, EntryKey
 from pcgsvc.check.causes import RefusedRowsError, of_entry, program_differs
 from pcgsvc.check.dependence import input_dependence
-from pcgsvc.check.tolerance import TOLERANCE, differ, error_of, near_ties, tolerance_of
+from pcgsvc.check.tolerance import (
+    TOLERANCE,
+    differ,
+    error_of,
+    in_words,
+    near_ties,
+    tolerance_of,
+)
 from pcgsvc.check.trial import Trial
 from pcgsvc.config import Compiler, Mode
 from pcgsvc.errors import VerifyError
@@ -132,8 +139,9 @@ def refusal(
     if trial is not None and trial.model.ranks.many:  # the others take no part in experiments
         trial = None
     each = "; ".join(
-        f"{r['mode']} size {r['size']}: {r['max_rel_err']:.3g} (tolerance {r['tolerance']:.3g}), "
-        f"true rows {r['max_rel_err_true']:.3g} (tolerance {r['tolerance_true']:.3g})"
+        f"{r['mode']} size {r['size']}: "
+        f"{in_words(r['max_rel_err'])} (tolerance {r['tolerance']:.3g}), "
+        f"true rows {in_words(r['max_rel_err_true'])} (tolerance {r['tolerance_true']:.3g})"
         + (f", padding rows in the state {s}" if (s := r.get("spoilt_state")) else "")
         for r in wrong
     )

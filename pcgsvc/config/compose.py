@@ -294,7 +294,11 @@ def words_of(error: BaseException) -> str:
     text = text.partition("Config search path:")[0]
     lines = [s for s in text.splitlines() if s.strip() and "object_type=" not in s]
     if "Ambiguous value" in text:
-        lines = [first, "Write a list as capture.sizes='[1,2,4]', or add -m to sweep."]
+        lines = [
+            first,
+            "Write a list as capture.sizes='[1,2,4]' and text with a comma as "
+            "prompt='\"one, two\"', or add -m to sweep.",
+        ]
     elif "missing EQUAL" in text:
         word = first.partition("'")[2].rstrip("'")
         meant = f"; did you mean job={word}?" if word in {job.value for job in Job} else "."

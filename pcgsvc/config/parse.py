@@ -89,7 +89,10 @@ def unknown_setting(path: str) -> str:
     last = path.rpartition(".")[2]
     choices = [f"{group}.{name}".lstrip(".") for name in tree]
     elsewhere = [f"{k}.{last}" for k, v in to_dict(Config()).items() if last in _names(v)]
-    hint = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else near(path, choices)
+    is_near = near(last, tree) != "."  # the group's name alone makes no likeness
+    hint = near(path, choices) if is_near else "."
+    if elsewhere:
+        hint = f"; did you mean {' or '.join(elsewhere)}?"
     if path in _REMOVED:
         hint = f"; {_REMOVED[path]}."
     return (
@@ -217,7 +220,8 @@ def _auto_or_sizes(value: Any, path: str) -> list[int] | str:
 def _sizes(value: Any, path: str) -> list[int]:
     """Read a list, `"1,2,4"` or `"1:64:8"`."""
     help_ = (
-        "a list such as '[1,2,4]', or the string '\"1:64:8\"' (quoted: YAML reads 1:64:8 as a time)"
+        "a list such as '[1,2,4]', auto:FILE, or the string '\"1:64:8\"' (quoted: YAML reads "
+        "1:64:8 as a time)"
     )
     if isinstance(value, str):
         text = value.strip()

@@ -146,7 +146,8 @@ def read_arguments(
     for name in (p.name for p in parameters if p.kind not in _NAMED and p.name in given):
         raise ConfigError(
             f"example_inputs: {name!r} is taken by position or by star; a runner calls the "
-            "forward by name. Wrap the model in a function of named arguments."
+            "forward by name. Wrap the model in a function of named arguments; in place of what "
+            "torch.compile returned, pass what it was given."
         )
     if isinstance(module, torch.nn.Module) and "self" in given:
         raise ConfigError(

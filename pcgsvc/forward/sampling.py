@@ -43,14 +43,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature != 0 or isinstance(self.temperature, bool):
-            _refuse_unless(0.01, "temperature", self.temperature, 100, "0, or a number")
-        _refuse_unless(0.0, "top_p", self.top_p, 1, "a number above 0,")
+            _refuse_unless(0.01, "temperature", self.temperature, 100, "0, or a number {}")
+        _refuse_unless(0, "top_p", self.top_p, 1, "a number above 0 and at most 1")
         if self.top_p == 0:
             raise BatchError("top_p: got 0, which leaves no token; top_k=1 leaves one.")
-        _refuse_unless(0.01, "repetition_penalty", self.repetition_penalty, 100, "a number")
-        _refuse_unless(0, "top_k", self.top_k, 1 << 31, "a whole number", int)
+        _refuse_unless(0.01, "repetition_penalty", self.repetition_penalty, 100, "a number {}")
+        _refuse_unless(0, "top_k", self.top_k, 1 << 31, "a whole number {}", int)
         if self.seed is not None:
-            _refuse_unless(0, "seed", self.seed, 1 << 63, "a whole number", int)
+            _refuse_unless(0, "seed", self.seed, 1 << 63, "a whole number {}", int)
         stop = _listed("stop", self.stop, str, "a list of texts")
         if not all(stop):
             raise BatchError("stop: got an empty text, which would end everything at once.")
@@ -69,11 +69,12 @@ def _refuse_unless(
     least: float, name: str, got: Any, most: float, needed: str, kind: Any = (int, float)
 ) -> None:
     if not isinstance(got, kind) or isinstance(got, bool) or not least <= got <= most:  # NaN too
-        raise BatchError(f"{name}: got {got!r}; {needed} from {least:g} to {most:g} is needed.")
+        span = f"from {least} to {most}"
+        raise BatchError(f"{name}: got {got!r}; {needed.format(span)} is needed.")
 
 
 def _listed(name: str, got: Any, kind: type, needed: str) -> list[Any]:
     values = [None] if isinstance(got, str) or not isinstance(got, Iterable) else list(got)
     if not all(isinstance(value, kind) and not isinstance(value, bool) for value in values):
-        raise BatchError(f"{name}: got {got!r}; {needed}, is needed.")
+        raise BatchError(f"{name}: got {got!r}; {needed} is needed.")
     return values

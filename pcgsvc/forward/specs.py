@@ -5,6 +5,7 @@ In: nothing. Out: types that all later rooms read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,9 +126,10 @@ class SizePredicate:
     """The user's line behind each condition, or an empty string."""
 
     def broken_by(self, size: int) -> str | None:
-        """Return the first condition that `size` does not satisfy, with its origin, or None."""
+        """Return the first condition on `rows` that `size` breaks, with its origin, or None."""
         for at, condition in enumerate(self.conditions):
             if not value_at(condition, size):
                 origin = self.origins[at] if at < len(self.origins) else ""
-                return f"{condition}{f' (from {origin})' if origin else ''}"
+                words = re.sub(r"\bs\b", "rows", condition)
+                return f"{words}{f' (from {origin})' if origin else ''}"
         return None

@@ -51,7 +51,7 @@ def _unknown(name: str, paths: Sequence[str]) -> str:
     alike = difflib.get_close_matches(name.rpartition(".")[2], ends, n=3)
     near = [p for end in alike for p in paths if p.rpartition(".")[2] == end]
     near += difflib.get_close_matches(name, [*paths, *groups], n=4)
-    meant = list(dict.fromkeys(near))[:5]
+    meant = list(dict.fromkeys(near))[:3]
     hint = f"; did you mean {' or '.join(meant)}?" if meant else "."
     return (
         f"config.explain: got {name!r}, which is no setting and no group{hint} "

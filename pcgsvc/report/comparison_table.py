@@ -109,7 +109,8 @@ def _legend(jobs: Sequence[Job], columns: Sequence[Column], size: int | None) ->
         if column.legend and (limit or "{limit}" not in column.legend)
     ]
     if any(job.front for job in jobs):
-        words.insert(0, "*: on the Pareto front of memory and mean decode step")
+        over = f" of batches of 1 to {limit} tokens" if limit else ""
+        words.insert(0, f"*: on the Pareto front of memory and mean decode step{over}")
     if any(cost.facts.recorded for cost in costs):
         words.append(RECORDED)
     return "\n".join(words)

@@ -21,6 +21,8 @@ SETTING = "compare.reports"
 def read_reports(paths: Sequence[str]) -> list[Row]:
     """Read reports; a folder stands for every `report.json` below it, by natural order.
 
+    Of a folder, reports of `job=doctor` and `job=verify` are left out: they are of no one build.
+
     Returns:
         A row per report, numbered in their order.
 
@@ -62,10 +64,19 @@ def _files(word: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ConfigError(f"{SETTING}: '{word}' does not exist.")
-    files = [p for p in path.rglob("report.json") if p.is_file()]
+    files = [p for p in path.rglob("report.json") if p.is_file() and not _is_of_no_build(p)]
     if not files:
         raise ConfigError(f"{SETTING}: there is no report.json in '{word}' or below it.")
     return sorted(files, key=_natural)
+
+
+def _is_of_no_build(path: Path) -> bool:
+    """Whether a report is of no build or of many, so that a folder of all kinds is compared."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False  # refused by name when it is read
+    return isinstance(report, dict) and not report.keys().isdisjoint(("doctor", "tries"))
 
 
 def _natural(path: Path) -> list[Any]:

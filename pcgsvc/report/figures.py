@@ -132,10 +132,7 @@ _START = "start: until the runner is ready"
 _SERVED = (
     "served: by a graph, pad: rows of padding, batches of 1 to {limit} tokens counting equally"
 )
-_PER_STEP = (
-    "µs: per step at {at}; decode: uniform batches; host: until it is enqueued; x plain: times "
-    "faster than the module"
-)
+_PER_STEP = "µs: per step at {at}; decode: uniform batches; x plain: times faster than the module"
 _SPLIT_FIGURES = ("partition.num_regions", "partition.num_boundaries")
 COLUMNS = (
     Column("mode", ("mode.resolved",), str, 4, when=_unasked),
@@ -148,7 +145,14 @@ COLUMNS = (
     Column("pad %", ("padding_share.decode", "padding_share.mixed"), _percent, 5, _SERVED),
     Column("decode µs", ("step_us.decode",), _us, 10, _PER_STEP, itemgetter("timed")),
     Column("mixed µs", ("step_us.mixed",), _us, 6, when=itemgetter("timed")),
-    Column("host µs", ("host_us.decode",), _us, 3, when=itemgetter("on_device")),
+    Column(
+        "host µs",
+        ("host_us.decode",),
+        _us,
+        3,
+        "host: until it is enqueued",
+        itemgetter("on_device"),
+    ),
     Column("x plain", ("speedup.decode",), written("{:.2f}"), 7, when=itemgetter("timed")),
 )
 """The columns between the job and its result; in legends `{limit}` stands for the largest batch

@@ -39,6 +39,9 @@ def show_sizes(out: Console, plan: SizePlan) -> None:
     out.print()
     if plan.points[0].memory_bytes is None:
         show_fact(out, "note", "graphs and MiB need sizing.cost=report.json, the report of a run")
+    if any(point.uncovered for point in plan.points):
+        unpadded = "no graph: calls that run without one, unpadded; the choice takes them as padded"
+        show_fact(out, "note", unpadded)
     for note in plan.notes:
         show_fact(out, "note", escape(note))
     best = words.count(plan.chosen.count, "size")

@@ -29,7 +29,16 @@ _MANY = 1000
 def console(*, quiet: bool = False) -> Console:
     """Return a console on standard output, or one that prints nothing."""
     plain = Console(highlight=False, quiet=quiet)
-    return plain if plain.is_terminal else Console(highlight=False, width=_MANY, quiet=quiet)
+    return plain if plain.is_terminal else _FileConsole(highlight=False, width=_MANY, quiet=quiet)
+
+
+class _FileConsole(Console):
+    """A console for files, whose tables leave no blanks at the ends of lines."""
+
+    def print(self, *objects: Any, **style: Any) -> None:
+        with self.capture() as printed:
+            super().print(*objects, **style)
+        self.file.write("\n".join(line.rstrip() for line in printed.get().split("\n")))
 
 
 def show_report(out: Console, report: dict[str, Any]) -> None:

@@ -23,6 +23,10 @@ class BlockAllocator:
         self._free = list(range(geometry.num_blocks - 1, geometry.first_free_block - 1, -1))
         self._held: set[int] = set()
 
+    def __repr__(self) -> str:
+        """Return how many there are, and are free."""
+        return f"BlockAllocator({self.num_free} of {self.num_blocks} blocks free)"
+
     @property
     def num_blocks(self) -> int:
         """Blocks that callers may use, free or not."""

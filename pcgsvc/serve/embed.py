@@ -101,8 +101,8 @@ def _spec(runner: StepRunner) -> EmbeddingSpec:
     spec = runner.request.bundle.embedding
     if spec is None:
         raise ConfigError(
-            f"embed: model={runner.request.config.model.name} gives no sentence vectors; use "
-            "model=minilm or model=encoder."
+            "embed: this model gives no sentence vectors; load one that does: model=minilm or "
+            "model=encoder."
         )
     return spec
 

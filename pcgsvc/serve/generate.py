@@ -48,9 +48,17 @@ def generate(
         BatchError: no prompt, an empty one, one too long or with unknown tokens, or other users of
             the runner hold the KV blocks that one prompt needs.
     """
-    if isinstance(prompts, str):
+    runner.ensure_open()
+    given: Any = prompts
+    if isinstance(given, str):
         raise BatchError("prompts: got one text, a list of texts is needed: generate([text]).")
-    if runner.request.bundle.tokenizer is None and not return_ids:
+    if isinstance(given, bytes) or not isinstance(given, Sequence):
+        raise BatchError(
+            f"prompts: got {type(given).__name__}; a list of texts, or of lists of token ids, is "
+            "needed (of a tensor: tensor.tolist())."
+        )
+    bundle = runner.request.bundle
+    if bundle.is_language_model and bundle.tokenizer is None and not return_ids:
         raise ConfigError(
             "generate: this model has no tokenizer. Give prompts as token ids and return_ids=True."
         )

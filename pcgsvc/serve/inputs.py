@@ -75,7 +75,8 @@ def _check_input(spec: InputSpec, buffer: torch.Tensor, value: Any, num_tokens: 
         raise BatchError(f"{spec.name}: got a tensor on the meta device, which has no values.")
     if value.layout is not torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else str(value.layout)
-        raise BatchError(f"{spec.name}: got a {kind} tensor, a dense one is needed.")
+        way = "to_padded_tensor(0)" if value.is_nested else "to_dense()"
+        raise BatchError(f"{spec.name}: got a {kind} tensor, a dense one is needed: tensor.{way}.")
     shape, wanted = list(value.shape), list(buffer.shape)
     rows = num_tokens
     if dims and dims[0] < len(shape):

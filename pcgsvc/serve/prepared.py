@@ -37,7 +37,7 @@ class PreparedCall:
         self, calls: Calls, num_tokens: int, batch: Batch | CheckedBatch | None = None
     ) -> None:
         if type(num_tokens) is not int or num_tokens < 1:
-            raise BatchError(f"num_tokens: got {num_tokens!r}; a whole number of rows is needed.")
+            raise BatchError(f"num_tokens: got {num_tokens!r}; at least 1 row is needed.")
         self._calls, self.num_tokens = calls, num_tokens
         with calls.lock:
             calls.ensure_open()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from pcgsvc.capture.capture import GraphTable
+from pcgsvc.errors import BatchError
 from pcgsvc.events import memory as memory_text
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
 from pcgsvc.forward.request import Request
@@ -117,10 +119,17 @@ class Runner:
         """Return what a batch of `num_tokens` rows would run, and why; runs nothing.
 
         Args:
-            num_tokens: rows.
+            num_tokens: rows, at least 1.
             query_lens: new tokens of each request; None: one request.
+
+        Raises:
+            BatchError: a number is out of range, or they do not add up.
+            PcgError: the runner is closed.
         """
         self.ensure_open()
+        given: Any = num_tokens
+        if not isinstance(given, Integral) or num_tokens < 1:  # numpy's numbers are welcome
+            raise BatchError(f"num_tokens: got {given!r}; at least 1 row is needed.")
         lens = [num_tokens] if query_lens is None else query_lens
         batch = check_batch(Batch(query_lens=lens), num_tokens, None)
         uniform = self.dispatch.is_uniform(batch.query_lens)

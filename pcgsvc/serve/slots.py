@@ -49,6 +49,11 @@ class Continuation:
         """Tokens whose keys are in the cache."""
         self._slot, self._blocks = -1, list[int]()
 
+    def __repr__(self) -> str:
+        """Return its lengths and how it stands; its tokens may be thousands."""
+        state = self.finished or ("running" if self._slot >= 0 else "waiting")
+        return f"Continuation({len(self.prompt)} + {len(self.new)} tokens, {state})"
+
     @property
     def new(self) -> list[int]:
         """The continuation's tokens, without an end token."""
@@ -119,7 +124,10 @@ class Slots:
         runner.ensure_open()
         bundle, geometry = runner.request.bundle, runner.memory.geometry
         if not bundle.is_language_model or geometry is None or runner.blocks is None:
-            raise ConfigError("generate: the model is no language model with attention.")
+            raise ConfigError(
+                "generate: the model is no language model with attention. Load one "
+                "(pcgsvc.load), or call the runner itself."
+            )
         self._runner, self._geometry, self._blocks = runner, geometry, runner.blocks
         self._tokenizer = bundle.tokenizer
         self._vocab_size = math.inf if bundle.vocab_size is None else bundle.vocab_size
@@ -165,10 +173,12 @@ class Slots:
         """
         sampling = self.sampling if sampling is None else sampling
         tokenizer = self._tokenizer
+        if not isinstance(sampling, Sampling):
+            raise BatchError(f"sampling: got {sampling!r}; a pcgsvc.Sampling is needed.")
         if tokenizer is None and (isinstance(prompt, str) or sampling.stop):
             raise ConfigError(
-                "generate: this model has no tokenizer. Use model=smollm2, or pass token ids "
-                "(return_ids=True) and no stop texts."
+                "generate: this model has no tokenizer. Load a checkpoint with one (model.path), "
+                "or pass token ids (return_ids=True) and no stop texts."
             )
         if isinstance(prompt, str) and tokenizer is not None:
             prompt = tokenizer.encode(prompt)
@@ -184,8 +194,11 @@ class Slots:
             raise BatchError(
                 f"max_new_tokens: got {max_new_tokens!r}, a whole number is needed, at least 1."
             )
-        if not isinstance(prompt, Sequence):
-            raise BatchError(f"prompts: got {prompt!r}, texts are needed, or lists of token ids.")
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise BatchError(
+                f"prompts: got {prompt!r}, texts are needed, or lists of token ids (of a tensor: "
+                "tensor.tolist())."
+            )
         if not prompt:
             raise BatchError("prompts: at least one is needed, and none may be empty.")
         most = self._vocab_size

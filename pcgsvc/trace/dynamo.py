@@ -176,6 +176,11 @@ def _explain(error: Exception, names: Sequence[str]) -> str:
     guarded = re.search(r"Could not guard on data-dependent expression (\S.*?) \(unhinted", reason)
     if guarded is not None:  # the rest is torch's advice for its own symbols
         reason = f"it branches on a value of the device ({guarded.group(1)}: .item(), bool(), if)."
+    elif any(f == breaks.__file__ for f, _, _ in lines):
+        reason = (
+            "it calls a function marked pcgsvc.eager_break, which is for "
+            "partition.strategy=breakable. Set that, or make it a splitting op, as follows."
+        )
     elif "builtin operator `print`" in reason:
         reason = "it prints. Remove the print, or have it run at every step, as follows."
     return f"the model cannot be traced whole, because of {where}:\n{reason}\n{breaks.WAYS_OUT}"
