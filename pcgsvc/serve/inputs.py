@@ -24,6 +24,7 @@ class InputBinder:
         self._arguments, self._memory = arguments, memory
         self._in_order = arguments.by_position
         self._specs, self._dtypes = memory.inputs, [s.example.dtype for s in memory.inputs]
+        self._names = {spec.name for spec in memory.inputs}
         self._shapes: list[dict[torch.Size, int]] = [{} for _ in memory.inputs]
         """Shapes that each input was found to fit with, and the row count that they mean."""
 
@@ -36,7 +37,8 @@ class InputBinder:
             BatchError: an argument does not fit its buffer, or another argument.
         """
         if kwargs or not self._in_order or len(args) != len(self._specs):
-            given = self._arguments.bind(args, kwargs)
+            by_name = not args and kwargs.keys() == self._names
+            given = kwargs if by_name else self._arguments.bind(args, kwargs)
             args = [given[spec.name] for spec in self._specs]
         num_tokens = -1
         for at, value in enumerate(args):
