@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_helpers import make_backend, make_context
+from model_helpers import config_of, make_backend, make_context
 
 import pcgsvc
 from pcgsvc.ops.context import use_context
@@ -23,7 +23,8 @@ def load(programs: Path | None = None, **settings: Any) -> pcgsvc.Runner:
         "attention.block_size": 4,
         **({"cache.mode": "off"} if programs is None else {"cache.dir": programs}),
     }
-    return pcgsvc.load_runner([f"{k}={v}" for k, v in (defaults | settings).items()])
+    words = [f"{k}={v}" for k, v in (defaults | settings).items()]
+    return pcgsvc.load_runner(config=config_of(words))
 
 
 @functools.cache

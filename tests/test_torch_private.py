@@ -481,7 +481,7 @@ def test_compile_workers_start_when_woken_and_stop_leaves_none() -> None:
 def test_probe_cpp_compiler_leaves_a_library_once_in_the_folder_that_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That it tries all that a kernel needs: the warm starts of `test_warm_processes`."""
+    """That it tries all that a kernel needs is seen in `test_warm_processes`."""
     from torch._inductor.codecache import CppCodeCache
 
     CppCodeCache.cache_clear()

@@ -26,7 +26,8 @@ from warm_cli_helpers import (
 )
 
 import pcgsvc
-from pcgsvc.cache.store import Store
+from pcgsvc.cache.store import Kind, Store
+from pcgsvc.compilers import blob
 
 NO_DYNAMO = """
 import sys
@@ -142,6 +143,22 @@ def start_warm(root: Path, folder: Path, *, code: str = RAISING) -> dict[str, An
 
 
 @pytest.mark.slow
+def test_what_inductor_tries_of_its_compiler_is_stored_apart_from_the_piece(
+    inductor_root: Path, tmp_path: Path
+) -> None:
+    """In a piece it would be missing where a program of other pieces starts warm."""
+    with Store.open(str(inductor_root)) as store:
+        (program,) = store.ls()
+        keys = store.read(Kind.PROGRAM, program.key).pieces
+        for key in keys:
+            blob.unpack(store.read(Kind.PIECE, key).payload, tmp_path / key)
+    libraries = [len(list((tmp_path / key).rglob("*.so"))) for key in keys]
+    assert min(libraries) == 1, libraries  # the kernel
+    assert len(libraries) == 2
+    assert max(libraries) > 2
+
+
+@pytest.mark.slow
 def test_inductor_is_warm_elsewhere_and_asks_the_compiler_for_its_version_only(
     inductor_root: Path, tmp_path: Path
 ) -> None:
@@ -196,7 +213,7 @@ def test_flipped_bytes_of_inductor_entries_are_never_loaded(
             assert torch.isfinite(runner(x)).all()
         # Each is a miss that is named, whichever part of its file is hit.
         damaged = {f"{path.parts[-3]} {path.name[:12]}: digest mismatch" for path in paths}
-        assert damaged == set(runner.report["cache"]["miss_reasons"])
+        assert damaged <= set(runner.report["cache"]["miss_reasons"])
         assert runner.report["compile"]["num_loaded"] == 0
     with pcgsvc.load_runner([*INDUCTOR, f"cache.dir={copied}"]) as runner:
         assert runner.report["compile"]["start"] == "warm"
