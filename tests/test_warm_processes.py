@@ -89,7 +89,7 @@ def refuse(*args, **kwargs):
     raise AssertionError("a warm start traces or compiles")
 
 torch_private.dynamo_trace = refuse
-torch_private.inductor_compile = refuse
+torch_private.inductor_compile = torch_private.probe_cpp_compiler = refuse
 sys.exit(main(sys.argv[1:]))
 """
 # On the PATH without this wrapper: `-v` prints how the compiler was found, and that is compared.
