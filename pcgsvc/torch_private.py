@@ -461,6 +461,17 @@ def inductor_compile(
     )
 
 
+def probe_cpp_compiler() -> None:
+    """Have Inductor try what its C++ compiler and the CPU can do, in the folder set for it.
+
+    It does so before its first C++ library of a process: this one includes no header of torch's,
+    which take a kernel's compile two seconds. Nothing is compiled the second time.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    CppCodeCache.load('extern "C" int pcgsvc_probe() { return 1; }\n', device_type="cpu")
+
+
 def partition_options(names: Sequence[str]) -> dict[str, Any]:
     """Return the Inductor options that split its graph at custom ops, given as `ns::op`."""
     import torch._inductor.config as inductor_config

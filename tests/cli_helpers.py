@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from hydra.core.singleton import Singleton
+from model_helpers import config_of
 
-import pcgsvc
 from pcgsvc.jobs.app import main
 from pcgsvc.jobs.run import run_job as job
 
@@ -87,4 +87,4 @@ def command_line(
 def run_job(words: list[str], folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the job of a command line, without Hydra's folders; return its report."""
     patch.chdir(folder)
-    return job(pcgsvc.load_config(words), folder / "report.json")
+    return job(config_of(words), folder / "report.json")

@@ -1,6 +1,7 @@
 """One of two processes: modules with collectives, built in every way, or a process that ends badly.
 
-Its arguments are a name of a function here, and words for it. Prints one JSON line.
+Its arguments are a name of a function here and words for it, then perhaps `+` and another one.
+Prints one JSON line for each.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -207,15 +209,15 @@ def ends(folder: str, when: str) -> None:
 
 
 def main() -> None:
-    name, *words = sys.argv[1:]
+    given = [list(words) for plus, words in groupby(sys.argv[1:], "+".__eq__) if not plus]
     # Each rank's device has the same name, so that what one compiles the other can load.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
     distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     jobs = {"builds": builds, "differ": differ, "destroys": destroys, "ends": ends}
-    found = jobs[name](*words)
+    for name, *words in given:
+        sys.stdout.write(json.dumps(jobs[name](*words)) + "\n")
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

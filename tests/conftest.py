@@ -6,6 +6,7 @@ Imports nothing of pcgsvc and no torch: a run that selects no GPU test does not 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -131,9 +132,19 @@ def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return names of folders, one for each test.
+
+    Counted here: to number one by itself, pytest reads the names of all others.
+    """
+    base = tmp_path_factory.mktemp("env")
+    return (base / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
 def clean_env(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, compiler_cache: Path
+    monkeypatch: pytest.MonkeyPatch, environments: Iterator[Path], compiler_cache: Path
 ) -> Path:
     """Point every cache at a fresh folder and drop the caller's own pcgsvc and Hydra settings.
 
@@ -145,7 +156,8 @@ def clean_env(
     for name in [n for n in os.environ if n.startswith(("PCGSVC_", "HYDRA_"))]:
         if name != "PCGSVC_MODELS_DIR":
             monkeypatch.delenv(name)
-    root = tmp_path_factory.mktemp("env")
+    root = next(environments)
+    root.mkdir()
     monkeypatch.setenv("PCGSVC_CACHE_DIR", str(root / "pcgsvc"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(root / "xdg"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache / "inductor"))

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
-from model_helpers import make_backend, make_context
+from model_helpers import config_of, make_backend, make_context
 
 import pcgsvc
 from pcgsvc.ops.context import use_context
 
 
-def load(**settings: Any) -> pcgsvc.Runner:
+def load(programs: Path | None = None, **settings: Any) -> pcgsvc.Runner:
+    """Build the tiny llama; `programs`: a cache in which it may be traced already."""
     defaults = {
         "model": "llama",
         "model.num_layers": 2,
         "compiler": "eager",
         "capture.sizes": "[1,2,4,8]",
         "attention.block_size": 4,
-        "cache.mode": "off",
+        **({"cache.mode": "off"} if programs is None else {"cache.dir": programs}),
     }
-    return pcgsvc.load_runner([f"{k}={v}" for k, v in (defaults | settings).items()])
+    words = [f"{k}={v}" for k, v in (defaults | settings).items()]
+    return pcgsvc.load_runner(config=config_of(words))
 
 
 @functools.cache

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+import re
+from collections.abc import Sequence
 
+import torch
+from omegaconf import OmegaConf
+
+from pcgsvc.config import Config
+from pcgsvc.config.compose import from_tree
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.context import ForwardContext
 from pcgsvc.ops.varlen import VarlenAttention
+
+
+def config_of(words: Sequence[str]) -> Config:
+    """Return what words of the command line set, without the 0.1 s that Hydra takes for it."""
+    named = [re.sub("^(model|attention|compiler)=", r"\1.name=", word) for word in words]
+    return from_tree(OmegaConf.from_dotlist(named))
 
 
 def make_backend(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import trace_of
-from ranks_helpers import launch, outcomes
+from ranks_helpers import Ended, launch, outcomes
 from torch import distributed
 from torch.distributed import _functional_collectives as functional
 
@@ -148,11 +148,19 @@ def test_what_torch_raises_from_a_collective_names_what_may_be_wrong(
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """What two processes report of their builds, by rank."""
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """Two processes that build alike, and then differ."""
     folder = str(tmp_path_factory.mktemp("cache"))
     forms = ["in_place", "parallelize"]  # functional ones are traced to the same graph
-    return [json.loads(out) for out in launch([WORKER, "builds", folder, *forms])]
+    outs = outcomes([WORKER, "builds", folder, *forms, "+", "differ", "-"])
+    assert [end.code for end in outs] == [0, 0], outs
+    return outs
+
+
+@pytest.fixture
+def built(two_ranks: list[Ended]) -> list[list[dict[str, Any]]]:
+    """What the processes report of their builds, by rank."""
+    return [json.loads(end.out.splitlines()[0]) for end in two_ranks]
 
 
 @pytest.mark.slow
@@ -187,11 +195,11 @@ def test_other_collectives_and_regions_of_inductor_are_right_as_well(tmp_path: P
 
 
 @pytest.mark.slow
-def test_ranks_that_differ_are_told_so_and_what_fails_on_one_fails_on_all() -> None:
-    outs = outcomes([WORKER, "differ", "-"])
-    assert [end.code for end in outs] == [0, 0], outs
-    for end in outs:
-        found = json.loads(end.out)
+def test_ranks_that_differ_are_told_so_and_what_fails_on_one_fails_on_all(
+    two_ranks: list[Ended],
+) -> None:
+    for end in two_ranks:
+        found = json.loads(end.out.splitlines()[1])
         assert found["modes"] == (
             "PeerError: mode differs between ranks: rank 0: 'none'; rank 1: 'full'."
         )
@@ -206,7 +214,7 @@ def test_ranks_that_differ_are_told_so_and_what_fails_on_one_fails_on_all() -> N
         assert "destroyed; close the runner first" in found["destroyed"] or (
             "the runner is closed" in found["destroyed"]
         )
-    assert "skipped: rank 1: capture.memory_budget=1" in outs[0].err
+    assert "skipped: rank 1: capture.memory_budget=1" in two_ranks[0].err
 
 
 @pytest.mark.exhaustive

@@ -20,6 +20,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 from hydra.version import VersionBase
+from model_helpers import config_of
 from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
 
@@ -120,6 +121,13 @@ def test_command_line_forms(override: str, path: str, value: Any) -> None:
     for name in path.split("."):
         found = getattr(found, name)
     assert found == value
+
+
+def test_the_tests_own_reading_of_plain_words_gives_what_hydra_gives() -> None:
+    words = ["model=encoder", "model.num_layers=2", "attention=varlen", "compiler=inductor"]
+    words += ["cache.mode=off", "mode=none", "capture.sizes=[2,4]", "strict=true", "dtype=float32"]
+    words += ["partition.splitting_ops=null", "cache.dir=/a b/c", "model.inputs={x: {value: 1}}"]
+    assert config_of(words) == compose(words) != Config()
 
 
 # ---- a user's own YAML ---------------------------------------------------------------------------

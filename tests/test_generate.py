@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ MODES = ["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 
 
 @pytest.fixture(scope="module", params=[(a, m) for a in ("paged", "varlen") for m in MODES])
-def any_runner(request: pytest.FixtureRequest) -> Iterator[pcgsvc.Runner]:
+def any_runner(request: pytest.FixtureRequest, programs: Path) -> Iterator[pcgsvc.Runner]:
     attention, mode = request.param
-    with load(attention=attention, mode=mode) as runner:
+    with load(programs, attention=attention, mode=mode) as runner:
         yield runner
 
 
@@ -96,8 +97,8 @@ def test_calls_without_a_batch_do_not_touch_the_caller_s_blocks(any_runner: pcgs
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[pcgsvc.Runner]:
-    with load(**{"attention.max_model_len": 32}) as runner:
+def runner(programs: Path) -> Iterator[pcgsvc.Runner]:
+    with load(programs, **{"attention.max_model_len": 32}) as runner:
         yield runner
 
 
@@ -129,9 +130,11 @@ def test_nothing_to_do_is_refused(runner: pcgsvc.Runner, prompts: Any, new: int)
         generate_ids(runner, prompts, new)
 
 
-def test_a_prompt_that_no_blocks_can_hold_is_refused_and_many_small_ones_take_turns() -> None:
+def test_a_prompt_that_no_blocks_can_hold_is_refused_and_many_small_ones_take_turns(
+    programs: Path,
+) -> None:
     settings = {"attention.num_blocks": 1 + 16 + 16, "capture.sizes": "[1,2,4]"}
-    with load(**settings, **{"attention.max_model_len": 64}) as runner:
+    with load(programs, **settings, **{"attention.max_model_len": 64}) as runner:
         assert runner.blocks is not None
         held = runner.blocks.allocate(runner.blocks.num_blocks - 3)
         assert held is not None
@@ -144,17 +147,19 @@ def test_a_prompt_that_no_blocks_can_hold_is_refused_and_many_small_ones_take_tu
         assert runner.blocks.num_free == runner.blocks.num_blocks
 
 
-def test_more_prompts_than_requests_per_batch_are_served_by_graphs_all_the_same() -> None:
+def test_more_prompts_than_requests_per_batch_are_served_by_graphs_all_the_same(
+    programs: Path,
+) -> None:
     prompts = [[5], [6, 7], [8], [9], [10, 11], [12], [13]]
     settings = {"attention.max_num_reqs": 3, "mode": "piecewise", "on_uncovered": "error"}
-    with load(**settings) as runner:
+    with load(programs, **settings) as runner:
         assert generate_ids(runner, prompts, 3) == wanted(prompts, 3)
         assert runner.stats()["fallbacks"] == []
 
 
 @pytest.mark.parametrize("reqs", [1, 2])
-def test_a_small_limit_of_requests_skips_no_size(reqs: int) -> None:
-    with load(**{"attention.max_num_reqs": reqs, "mode": "piecewise"}) as runner:
+def test_a_small_limit_of_requests_skips_no_size(programs: Path, reqs: int) -> None:
+    with load(programs, **{"attention.max_num_reqs": reqs, "mode": "piecewise"}) as runner:
         assert runner.report["graphs"]["skipped"] == []
 
 
@@ -176,9 +181,9 @@ def test_generating_twice_gives_the_same(runner: pcgsvc.Runner) -> None:
     assert generate_ids(runner, PROMPTS[:3], 4) == first
 
 
-def test_uniform_batches_of_two_tokens_use_full_graphs() -> None:
+def test_uniform_batches_of_two_tokens_use_full_graphs(programs: Path) -> None:
     """Speculative decoding: capture.uniform_query_len=2."""
-    with load(**{"capture.uniform_query_len": 2}) as runner:
+    with load(programs, **{"capture.uniform_query_len": 2}) as runner:
         assert runner.plan(4, [2, 2]).mode.value == "full"
         assert runner.plan(4, [1, 3]).mode.value == "piecewise"
         first = runner.memory.geometry.first_free_block  # type: ignore[union-attr]

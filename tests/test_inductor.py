@@ -66,7 +66,7 @@ _BUILD = """
 import os, sys, time
 from pathlib import Path
 began = time.perf_counter()
-from core_helpers import build, rows, toy
+from core_helpers import attended, build, rows
 from pcgsvc.compilers.folder import CompilerFolder
 from torch._inductor import async_compile
 imported = time.perf_counter() - began
@@ -75,7 +75,7 @@ def children():
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 config = dict(sizes=(2,), compiler="inductor")
-with build(toy(1), **config) as runner:
+with build(lambda x: attended(x) + 1, **config) as runner:  # one region
     runner(rows(2))
     assert runner.report["compile"]["num_compiled"] > 0
     print("after a build:", children())

@@ -214,6 +214,7 @@ def test_a_claim_that_is_not_rewritten_is_taken_over_and_a_living_one_is_not(
 ) -> None:
     monkeypatch.setattr(sharing, "_STALE_S", 0.6)
     monkeypatch.setattr(sharing, "_BEAT_S", 0.05)
+    monkeypatch.setattr(sharing, "_LONGEST_SLEEP_S", 0.1)
     make_remote(url).create(f"claims/{A}", b"of a machine that was lost")
     with open_store(tmp_path / "first", remote=make_remote(url)) as store, store.lock(A):
         assert section(store)["waited"] == 1

@@ -16,6 +16,7 @@ import pytest
 import torch
 from backend_helpers import HostPlanned, SingleToken, UniformBatch
 from core_helpers import make_config
+from model_helpers import config_of
 
 import pcgsvc
 from pcgsvc.config import Mode
@@ -60,21 +61,20 @@ def runner_of(
 ) -> pcgsvc.Runner:
     """Build a small Llama; where a folder of programs is given, only the first of a kind traces."""
     cache = "cache.mode=off" if programs is None else f"cache.dir={programs}"
-    return pcgsvc.load_runner(
-        [
-            f"mode={mode}",
-            f"attention.name={attention}",
-            f"device={device}",
-            "dtype=float32",
-            f"capture.uniform_query_len={query_len}",
-            "model.num_layers=2",
-            "model.vocab_size=64",
-            "compiler=eager",
-            "capture.sizes=[2,4,8]",
-            "attention.max_model_len=48",
-            cache,
-        ]
-    )
+    words = [
+        f"mode={mode}",
+        f"attention.name={attention}",
+        f"device={device}",
+        "dtype=float32",
+        f"capture.uniform_query_len={query_len}",
+        "model.num_layers=2",
+        "model.vocab_size=64",
+        "compiler=eager",
+        "capture.sizes=[2,4,8]",
+        "attention.max_model_len=48",
+        cache,
+    ]
+    return pcgsvc.load_runner(config=config_of(words))
 
 
 def steps(geometry: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, pcgsvc.Batch]]:

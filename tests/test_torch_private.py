@@ -478,6 +478,20 @@ def test_compile_workers_start_when_woken_and_stop_leaves_none() -> None:
     assert not async_compile._pool_set
 
 
+def test_probe_cpp_compiler_leaves_a_library_once_in_the_folder_that_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it tries all that a kernel needs is seen in `test_warm_processes`."""
+    from torch._inductor.codecache import CppCodeCache
+
+    CppCodeCache.cache_clear()
+    with private.inductor_defaults():
+        for folder, count in (("first", 1), ("second", 0)):
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / folder))
+            private.probe_cpp_compiler()
+            assert len(list((tmp_path / folder).rglob("c*.main.so"))) == count
+
+
 def test_forget_loaded_code_empties_inductors_caches() -> None:
     from torch._inductor.codecache import CppCodeCache, PyCodeCache
 

@@ -159,7 +159,10 @@ def _options(config: CompilerConfig, cut: Sequence[str]) -> dict[str, Any]:
 
 
 def compile_probe(device: torch.device) -> None:
-    """Compile the smallest kernel, so that Inductor has tried what its compilers can do."""
+    """Compile what is smallest, so that Inductor has tried what its compilers can do."""
+    if device.type == "cpu":
+        torch_private.probe_cpp_compiler()
+        return
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     x.meta["example_value"] = torch.ones(8, device=device)
