@@ -11,12 +11,11 @@ Recording a segment executes it, so `end` need not replay it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.capture.sources import Comparison, Step
@@ -114,12 +113,8 @@ class _Recorder(torch_private.RecordingMode):
         if mutates:
             self.steps.append(lambda: func(*args, **kwargs))
             return
-        inputs = {
-            t.untyped_storage().data_ptr()
-            for t in pytree.tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        }
-        leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        inputs = {t.untyped_storage().data_ptr() for t in _tensors((*args, *kwargs.values()))}
+        leaves = _tensors((result,))
         fresh = [t for t in leaves if t.untyped_storage().data_ptr() not in inputs]
         self._owner.adopt(fresh)
         name = getattr(getattr(func, "_schema", None), "name", "")
@@ -127,14 +122,24 @@ class _Recorder(torch_private.RecordingMode):
             return  # a view of static memory, or memory that nothing has been written to
 
         def step() -> None:
-            again = [
-                t for t in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(t, torch.Tensor)
-            ]
-            for old, new in zip(leaves, again, strict=True):
+            for old, new in zip(leaves, _tensors((func(*args, **kwargs),)), strict=True):
                 if old.numel() and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
         self.steps.append(step)
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among an op's arguments or results, and in lists and dicts of them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+        elif isinstance(value, dict):
+            found += _tensors(value.values())
+    return found
 
 
 class RecordedComposer:
