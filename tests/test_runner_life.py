@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from pcgsvc.errors import (
     PcgError,
     VerifyError,
 )
+from pcgsvc.forward.process import collector_eased
 
 # ---- life ----------------------------------------------------------------------------------------
 
@@ -113,6 +114,7 @@ def test_building_leaves_torch_s_global_state_alone() -> None:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             gc.isenabled(),
+            gc.get_threshold(),
             torch.get_default_dtype(),
         )
 
@@ -120,6 +122,82 @@ def test_building_leaves_torch_s_global_state_alone() -> None:
     before = state()
     build(module, sizes=[4]).close()
     assert state() == before
+
+
+class Cycle:
+    """What only the collector frees."""
+
+    def __init__(self) -> None:
+        self.self = self
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """Let nothing be frozen, as in a process that does not do so; `conftest` does."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_a_build_eases_the_collector_and_puts_it_back_after_an_error() -> None:
+    def fail() -> None:
+        with collector_eased():
+            assert gc.get_threshold()[0] > threshold[0]
+            assert gc.get_freeze_count() > 10_000
+            with collector_eased():
+                new = weakref.ref(Cycle())
+                gc.collect()
+                assert new() is None
+            assert gc.get_freeze_count() > 10_000
+            raise ValueError("no")
+
+    threshold, frozen = gc.get_threshold(), gc.get_freeze_count()
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (threshold, frozen)
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_builds_of_two_threads_leave_the_collector_as_it_was_whichever_ends_first() -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    one, other = collector_eased(), collector_eased()
+    for block in (one, other):
+        block.__enter__()
+    for block in (one, other):
+        block.__exit__(None, None, None)
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_what_the_process_has_frozen_stays_frozen_and_no_collector_is_switched_on() -> None:
+    threshold = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(0)
+    try:
+        frozen = gc.get_freeze_count()
+        with collector_eased():
+            assert gc.get_threshold()[0] == 0
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.set_threshold(*threshold)
+
+
+@pytest.mark.usefixtures("unfrozen")
+@pytest.mark.parametrize("given_out", [0, 512])
+def test_garbage_that_may_hold_device_memory_is_collected_before_a_build(
+    monkeypatch: pytest.MonkeyPatch, given_out: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: device * given_out)
+    gc.disable()
+    try:
+        dead = weakref.ref(Cycle())
+        with collector_eased([torch.ones(3)]):
+            assert (dead() is None) is bool(given_out)
+    finally:
+        gc.enable()
 
 
 def test_the_report_of_a_library_build_fits_the_schema(validate_report: Any) -> None:

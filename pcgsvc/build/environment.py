@@ -20,7 +20,8 @@ from pcgsvc.cache.store import Store
 from pcgsvc.compilers.folder import CompilerFolder
 from pcgsvc.errors import CacheError
 from pcgsvc.events import Phases, count, log_event
-from pcgsvc.forward.process import build_modes
+from pcgsvc.forward.objects import tensors_of
+from pcgsvc.forward.process import build_modes, collector_eased
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.ranks import Ranks
@@ -119,6 +120,8 @@ def build_environment(
 ) -> Iterator[BuildEnvironment]:
     """Hold the build lock, fix torch's modes, give the compilers a folder, and open the store.
 
+    Python's collector runs rarely meanwhile.
+
     The folder is removed if the block raises; else the caller closes it.
 
     Args:
@@ -132,6 +135,7 @@ def build_environment(
         with (
             ranks.building(),
             build_modes(request.device) as fast_paths,
+            collector_eased(tensors_of(request.bundle.module).values()),
             folder.in_use(config.compiler.threads),
             Store.open(
                 config.cache.dir,

@@ -1,13 +1,15 @@
 """The one piece of process-wide state: the lock that serialises builds and captures.
 
-In: nothing. Out: `BUILD_LOCK`.
+In: nothing. Out: `BUILD_LOCK`; blocks in which the process is as a build needs it: torch's modes,
+Python's collector.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -25,6 +27,8 @@ class _BuildLock:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._idle: dict[torch.device, list[torch.cuda.Stream]] = {}
+        self.collector = threading.Lock()
+        """Held by the one block that has eased Python's collector, and puts it back."""
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -81,3 +85,58 @@ def build_modes(device: torch.device) -> Iterator[bool]:
             yield fused
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
+
+
+_FROZEN_AT_START = 10_000
+"""More frozen objects than any Python starts with (3.12: some hundred) were frozen on purpose."""
+_NEW_OBJECTS = 50_000
+"""New objects, as `gc.set_threshold` counts them, after which a build looks for garbage."""
+
+
+@contextlib.contextmanager
+def collector_eased(own: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Have Python's collector run rarely, and on new objects only, while a block makes what stays.
+
+    Importing and tracing make half a million objects, which it would otherwise walk over and over.
+    What is there before the block is left out (`gc.freeze`): if that may hold CUDA memory besides
+    `own`, it is collected first, so that dead graphs give theirs back before others are captured. A
+    collector that is off stays off, and what the process itself has frozen stays frozen. Inside
+    another such block, of any thread, nothing changes.
+
+    Args:
+        own: the tensors that are there on purpose.
+    """
+    if _holds_more(own):
+        gc.collect()
+    if not BUILD_LOCK.collector.acquire(blocking=False):
+        yield
+        return
+    before = gc.get_threshold()
+    freezes = gc.get_freeze_count() < _FROZEN_AT_START
+    try:
+        if freezes:
+            gc.freeze()
+        if 0 < before[0] < _NEW_OBJECTS:
+            gc.set_threshold(_NEW_OBJECTS, *before[1:])
+        yield
+    finally:
+        gc.set_threshold(*before)
+        if freezes:
+            gc.unfreeze()
+        BUILD_LOCK.collector.release()
+
+
+def _holds_more(own: Iterable[torch.Tensor]) -> bool:
+    """Whether torch has given out more memory of CUDA devices than these tensors take."""
+    if not torch.cuda.is_initialized():
+        return False
+    plain = (t for t in own if type(t) in (torch.Tensor, torch.nn.Parameter))
+    storages = [t.untyped_storage() for t in plain if t.is_cuda and t.layout is torch.strided]
+    sizes = {(s.device, s.data_ptr()): s.nbytes() for s in storages}.values()
+    blocks = sum(-(-size // _BLOCK) * _BLOCK for size in sizes)
+    devices = range(torch.cuda.device_count())
+    return sum(torch.cuda.memory_allocated(device) for device in devices) > blocks
+
+
+_BLOCK = 512
+"""Bytes; torch's allocator on CUDA gives out whole blocks."""

@@ -15,6 +15,7 @@ from pcgsvc.config.devices import dtype_name, dtype_of
 from pcgsvc.events import Progress, Silent
 from pcgsvc.forward.arguments import check_module, input_specs
 from pcgsvc.forward.bundle import ModelBundle
+from pcgsvc.forward.process import collector_eased
 from pcgsvc.forward.request import Request, arguments_of
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.models.catalog import build_model, validate_model
@@ -23,6 +24,7 @@ from pcgsvc.sizing.resolve import resolve_config
 logger = logging.getLogger(__name__)
 
 
+@collector_eased()  # some models import for seconds
 def request_of(config: Config, progress: Progress | None = None) -> Request:
     """Resolve and validate a config and build its model, which `progress` shows as a phase."""
     progress = progress or Silent()
