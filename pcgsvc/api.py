@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pcgsvc.config import Config, Mode, copy, updated
-from pcgsvc.config.compose import compose, from_tree, plain
+from pcgsvc.config.tree import from_tree, plain
 from pcgsvc.errors import ConfigError
 from pcgsvc.events import Progress
 from pcgsvc.forward.arguments import DynamicDims, MakeInputs
@@ -214,6 +214,8 @@ def load_config(
     if wrong:
         raise ConfigError(f"overrides: got {wrong[0]!r} among them; text is needed, 'name=value'.")
     if config is None:
+        from pcgsvc.config.compose import compose  # imports Hydra
+
         return compose(overrides, config_dir=config_dir)
     if overrides or config_dir is not None:
         raise ConfigError("load_config: got config= with overrides= or config_dir=; pass one.")

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from pcgsvc.config import Config
-from pcgsvc.config.compose import from_tree
+from pcgsvc.config.tree import from_tree
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.context import ForwardContext
 from pcgsvc.ops.varlen import VarlenAttention

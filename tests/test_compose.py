@@ -512,6 +512,7 @@ for name in pcgsvc.__all__:
     getattr(pcgsvc, name)
 heavy = sorted(m for m in sys.modules if m.startswith(("torch._inductor", "torch._dynamo.")))
 assert not heavy, heavy
+assert not {"hydra", "omegaconf"} & set(sys.modules), "only overrides need them"
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.config_store import ConfigStore
 assert not GlobalHydra.instance().is_initialized()

@@ -30,9 +30,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from pcgsvc.config import Job
-from pcgsvc.config.compose import CONFIG_MODULE, Command, compose_command, register_schema, words_of
+from pcgsvc.config.compose import CONFIG_MODULE, Command, compose_command, register_schema
 from pcgsvc.config.launchers import register_launchers
 from pcgsvc.config.settings import help_text, short_help
+from pcgsvc.config.tree import words_of
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.ranked import RankedStream, rank_among_many
 from pcgsvc.jobs.sweep.outcome import BAD_CONFIG, FAILED, INTERRUPTED, OK

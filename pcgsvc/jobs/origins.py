@@ -20,9 +20,10 @@ from omegaconf import OmegaConf
 
 from pcgsvc.cache.root import ENVIRONMENT_NAME, find_root
 from pcgsvc.config import Config, ModelConfig, to_dict
-from pcgsvc.config.compose import SCHEMA, from_tree, load_tree, open_loader, readable
+from pcgsvc.config.compose import SCHEMA, load_tree, open_loader
 from pcgsvc.config.devices import device_of
 from pcgsvc.config.settings import walk
+from pcgsvc.config.tree import from_tree, readable
 from pcgsvc.models import encoder, llama_moe
 from pcgsvc.models.dims import explicit_dims
 from pcgsvc.models.fetched import FETCHED, find_weights

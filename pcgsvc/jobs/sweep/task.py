@@ -18,7 +18,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from pcgsvc.config.compose import from_tree, plain
+from pcgsvc.config.tree import from_tree, plain
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.sweep.isolate import run_isolated
 from pcgsvc.jobs.sweep.objective import result_of
