@@ -178,6 +178,7 @@ def shape_of(output: str, *, part: bool) -> list[str]:
     shape = re.sub(r"^(seconds ).*", r"\1", output, flags=re.MULTILINE)  # by what was imported
     shape = re.sub(r"\b[0-9a-f]{8,}\b", "HASH", shape)
     shape = re.sub(r"\b(launch|boundary|compute)(-bound)?$", "BOUND", shape, flags=re.MULTILINE)
+    shape = re.sub(r"\+(cpu|cu\d+)\b", "+BUILD", shape)  # of torch
     shape = re.sub(r"\d[\d.:_-]*(e-?\d+)?\*?", "0", shape)
     shape = re.sub(r"0 [KMG]iB", "0 BYTES", shape)
     return [re.sub(r"[ ─━-]+", " ", line).strip() for line in shape.splitlines()]

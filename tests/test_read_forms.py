@@ -9,7 +9,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -119,6 +119,8 @@ FORMS: list[Any] = [
     torch.float16, torch.device("cpu"), torch.contiguous_format, torch.Size([1]), np.float64(1.0),
     np.int64(1), np.bool_(True), torch.relu, torch.tanh, nn.Linear, closure, defaulted, Kind, int,
     functools.partial(defaulted, by=1.0), functools.partial(defaulted, by=2.0), len, torch, os,
+    torch.Tensor | None, int | None, int | str, str | int, list[int], list[str], dict[str, int],
+    ..., tuple[int, ...], Callable[[int], str], Callable[..., str], Literal["a"], Literal["b"],
 ]  # fmt: skip
 
 

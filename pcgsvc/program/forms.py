@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import types
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -126,6 +127,10 @@ def canonical(value: Any) -> Any:
         return ["partial", identity(value.func), *held]
     if isinstance(value, (types.FunctionType, types.MethodType, *CODE)):
         return identity(value)
+    if (origin := typing.get_origin(value)) is not None:  # an annotation, such as Tensor | None
+        return ["annotation", identity(origin), canonical(typing.get_args(value))]
+    if value is ...:
+        return ["ellipsis"]
     if (group := group_form(value)) is not None:
         return group
     if type(value).__module__ == "torch.distributed.tensor.placement_types":
