@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
 import json
@@ -136,6 +137,17 @@ def test_a_form_survives_json_and_has_no_address() -> None:
         form = canonical(value)
         assert json.loads(json.dumps(form)) == form
         assert "0x" not in str(form)
+
+
+def test_a_context_variable_is_written_down_with_what_is_in_it() -> None:
+    mark: contextvars.ContextVar[int] = contextvars.ContextVar("mark")
+    empty = json.dumps(canonical(mark))
+    token = mark.set(1)
+    full = json.dumps(canonical(mark))
+    mark.reset(token)
+    other: contextvars.ContextVar[int] = contextvars.ContextVar("other")
+    assert len({empty, full, json.dumps(canonical(other))}) == 3
+    assert json.dumps(canonical(mark)) == empty
 
 
 def test_what_has_no_form_is_refused() -> None:

@@ -6,6 +6,7 @@ Knows nothing of guards, keys or stores.
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
 import hashlib
@@ -46,7 +47,7 @@ def identity(value: Any) -> Any:
     if isinstance(value, (types.FunctionType, types.MethodType)):
         digest = reach_digest if torch_private.is_constant_function(value) else code_digest
         return ["function", name_of(value), digest(value)]
-    if isinstance(value, enum.Enum):
+    if isinstance(value, (enum.Enum, contextvars.ContextVar)):
         return canonical(value)
     if (group := group_form(value)) is not None:
         return group
@@ -131,6 +132,8 @@ def canonical(value: Any) -> Any:
         return ["annotation", identity(origin), canonical(typing.get_args(value))]
     if value is ...:
         return ["ellipsis"]
+    if isinstance(value, contextvars.ContextVar):  # Dynamo guards what is in it by itself
+        return ["contextvar", value.name, or_type(value.get(None))]
     if (group := group_form(value)) is not None:
         return group
     if type(value).__module__ == "torch.distributed.tensor.placement_types":
