@@ -185,10 +185,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         from ray.cluster_utils import Cluster
 
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
-        for name in "ab":
-            own = {"PCGSVC_CACHE_DIR": str(folder / name)}
-            made.add_node(num_cpus=1, num_gpus=1, env_vars=own)
+        with contextlib.chdir(folder):  # the folder of the first test is gone after it
+            made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
+            for name in "ab":
+                own = {"PCGSVC_CACHE_DIR": str(folder / name)}
+                made.add_node(num_cpus=1, num_gpus=1, env_vars=own)
         yield made
         made.shutdown()
 
