@@ -66,7 +66,16 @@ def test_an_operand_that_is_read_later_or_is_not_the_forwards_own_is_copied(grou
         h = x * 2
         return reduced(h[:, :4].contiguous().view(-1, 4)) + reduced(h.t()).t()[:, :4]
 
+    def read_before_it_is_written(x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        begun = torch.ops._c10d_functional.all_reduce(h, "sum", distributed.group.WORLD.group_name)
+        before = h + 1
+        h.copy_(torch.ops._c10d_functional.wait_tensor(begun))
+        return before + h
+
     assert ops_of(read_later) == ["mul", "clone", "all_reduce", "add"]
+    copied = ["mul", "clone", "all_reduce", "add", "copy_", "add"]
+    assert ops_of(read_before_it_is_written) == copied
     assert ops_of(lambda x: reduced(x) + 1) == ["clone", "all_reduce", "add"]
     assert ops_of(read_by_a_view).count("clone") == 1  # of what is not contiguous
 
