@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,9 +21,10 @@ from torch import distributed
 from torch.distributed import _functional_collectives as functional
 
 from pcgsvc import torch_private
-from pcgsvc.errors import ConfigError, PcgError, TraceError
+from pcgsvc.errors import ConfigError, PcgError, PeerError, TraceError
 from pcgsvc.ops import collectives
 from pcgsvc.ops.collectives import check_backend, group_of, group_word, ranks_of
+from pcgsvc.ops.ranks import Ranks
 
 WORKER = str(Path(__file__).with_name("collectives_worker.py"))
 X = torch.randn(3, 8)
@@ -151,6 +154,22 @@ def test_what_torch_raises_from_a_collective_names_what_may_be_wrong(
     monkeypatch.setattr(distributed, "all_reduce", all_reduce)
     with pytest.raises(PcgError, match=r"^all_reduce failed: a process .* closed by peer$"):
         collectives.all_reduce(X, "sum", "1@1")
+
+
+def test_a_peer_that_does_not_come_is_named_once_and_waited_for(
+    group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    among, store = Ranks(timeout_s=0.01), distributed.HashStore()
+    among.members = (0, 1)
+    among._watch = cast("Any", SimpleNamespace(store=store, refuse_lost=bool))
+    late = threading.Timer(0.3, store.set, ("/1/1", "theirs"))
+    late.start()
+    assert among.exchange("ours") == {0: "ours", 1: "theirs"}
+    late.join()
+    (said,) = caplog.messages
+    assert said.startswith("rank 1 has not come to what this one does in 0.01 s"), said
+    with pytest.raises(PeerError, match=r"ranks \[1\] do not come to what this one does: more"):
+        among.exchange("more", limit_s=0.05)
 
 
 # ---- two processes -------------------------------------------------------------------------------
