@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,9 +21,10 @@ from torch import distributed
 from torch.distributed import _functional_collectives as functional
 
 from pcgsvc import torch_private
-from pcgsvc.errors import ConfigError, PcgError, TraceError
+from pcgsvc.errors import ConfigError, PcgError, PeerError, TraceError
 from pcgsvc.ops import collectives
 from pcgsvc.ops.collectives import check_backend, group_of, group_word, ranks_of
+from pcgsvc.ops.ranks import Ranks
 
 WORKER = str(Path(__file__).with_name("collectives_worker.py"))
 X = torch.randn(3, 8)
@@ -66,7 +69,16 @@ def test_an_operand_that_is_read_later_or_is_not_the_forwards_own_is_copied(grou
         h = x * 2
         return reduced(h[:, :4].contiguous().view(-1, 4)) + reduced(h.t()).t()[:, :4]
 
+    def read_before_it_is_written(x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        begun = torch.ops._c10d_functional.all_reduce(h, "sum", distributed.group.WORLD.group_name)
+        before = h + 1
+        h.copy_(torch.ops._c10d_functional.wait_tensor(begun))
+        return before + h
+
     assert ops_of(read_later) == ["mul", "clone", "all_reduce", "add"]
+    copied = ["mul", "clone", "all_reduce", "add", "copy_", "add"]
+    assert ops_of(read_before_it_is_written) == copied
     assert ops_of(lambda x: reduced(x) + 1) == ["clone", "all_reduce", "add"]
     assert ops_of(read_by_a_view).count("clone") == 1  # of what is not contiguous
 
@@ -142,6 +154,22 @@ def test_what_torch_raises_from_a_collective_names_what_may_be_wrong(
     monkeypatch.setattr(distributed, "all_reduce", all_reduce)
     with pytest.raises(PcgError, match=r"^all_reduce failed: a process .* closed by peer$"):
         collectives.all_reduce(X, "sum", "1@1")
+
+
+def test_a_peer_that_does_not_come_is_named_once_and_waited_for(
+    group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    among, store = Ranks(timeout_s=0.01), distributed.HashStore()
+    among.members = (0, 1)
+    among._watch = cast("Any", SimpleNamespace(store=store, refuse_lost=bool))
+    late = threading.Timer(0.3, store.set, ("/1/1", "theirs"))
+    late.start()
+    assert among.exchange("ours") == {0: "ours", 1: "theirs"}
+    late.join()
+    (said,) = caplog.messages
+    assert said.startswith("rank 1 has not come to what this one does in 0.01 s"), said
+    with pytest.raises(PeerError, match=r"ranks \[1\] do not come to what this one does: more"):
+        among.exchange("more", limit_s=0.05)
 
 
 # ---- two processes -------------------------------------------------------------------------------

@@ -73,10 +73,11 @@ def pull(store: Store, remote: Remote) -> Transfer:
                 done.num_present += 1
                 continue
             (found,) = remote.get(kind, [key])
+            label = f"{kind.value} {key[:12]}: "
             if isinstance(found, MissError):
-                done.refused.append(f"{kind.value} {key[:12]}: {found}")
+                done.refused.append(f"{label}{found}")
             elif not store.put(found, in_use=False, publish=False):
-                done.refused.append(f"{kind.value} {key[:12]}: {store.why_not_stored()}")
+                done.refused.append(f"{label}{store.why_not_stored().removeprefix(label)}")
             else:
                 done.num_copied += 1
     return done

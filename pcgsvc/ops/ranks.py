@@ -7,7 +7,8 @@ the group: that waits for a peer that is gone, and cannot be destroyed then.
 Each process says from a thread that it lives. One whose peer says nothing for half of
 `parallel.timeout_s` raises `PeerError` from what it does next; while it waits for that peer inside
 of a collective, which nothing can interrupt, the thread ends the process. Not seen: a peer that
-lives and does not come, outside of `debug.check_calls`; one that ended before it began to build.
+lives and does not come, outside of `debug.check_calls`, which a warning names while one builds; one
+that ended before it began to build.
 """
 
 from __future__ import annotations
@@ -163,11 +164,19 @@ class Ranks:
     ) -> dict[int, str]:
         store = watch.store
         store.set(keys[self._rank], word)
+        say_at = time.monotonic() + self._timeout_s
         while not store.check(list(keys.values())):
             watch.refuse_lost()
-            if time.monotonic() > end:
+            if (now := time.monotonic()) > min(end, say_at):
                 late = [rank for rank, key in keys.items() if not store.check([key])]
-                raise PeerError(f"ranks {late} do not come to what this one does: {word}.")
+                if now > end:
+                    raise PeerError(f"ranks {late} do not come to what this one does: {word}.")
+                logger.warning(
+                    "rank %s has not come to what this one does in %g s, and is waited for: it may "
+                    "compile; one whose program has other collectives, or none, never comes (%s)",
+                    *(", ".join(map(str, late)), self._timeout_s, word[:200]),
+                )
+                say_at = end
             time.sleep(_POLL_S)
         # Who has written this step has read the one before.
         store.delete_key(f"{self._prefix}/{self._steps - 1}/{self._rank}")

@@ -89,7 +89,8 @@ def _target(
         back = [_is_copy_back(user, operand, wait) for wait in waits for user in wait.users]
         if len(waits) == 1 and back == [True]:  # `dist.all_reduce(x)` itself
             (copy,) = waits[0].users
-            if copy is waits[0].next:
+            # What stands between reads the operand as it was.
+            if waits[0] is node.next and copy is waits[0].next:
                 copy.replace_all_uses_with(operand)
                 graph.erase_node(copy)
                 return operand
