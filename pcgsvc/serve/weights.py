@@ -62,13 +62,13 @@ class Weights:
         self._places = [(p.get, p.key, p.value, p.name) for p in places if p.get is not None]
         """Where a bound tensor lies, or something that holds one."""
         self._switches = _switches(module, [p.module for p in places if p.module is not None])
-        """What else the graphs took from the module; the root's come first."""
+        """What else the graphs took from the module; the root's training mode comes first."""
         self._handles = -1
         """How many hooks torch had registered when all was compared last."""
         compared = [place[:3] for place in [*self._places, *self._switches]]
         always = [(p.get, p.key, p.value) for p in places if p.get is not None and not p.has_hook]
         """Buffers, attributes, items of lists and the like: compared at every call."""
-        always += [switch[:3] for switch in self._switches[:_PER_MODULE]]
+        always += [switch[:3] for switch in self._switches[:1]]
         self._watched = {id(p.module) for p in places if p.module is not None}
         """Identities of the modules that have such places."""
         dense = {n: t for n, t in tensors.items() if _is_dense(t)} | self._static_before
@@ -178,10 +178,6 @@ def _tell(watch: weakref.WeakMethod[Any], args: tuple[Any, ...]) -> None:
     listener = watch()
     if listener is not None:
         listener(args[0])
-
-
-_PER_MODULE = 3
-"""Switches of a module; see `_switches`."""
 
 
 def _switches(
