@@ -345,6 +345,11 @@ def op_tags(op: Any) -> set[torch.Tag]:
     return set()
 
 
+def hooks_registered() -> int:
+    """Return a number that grows whenever a hook of a module or tensor is registered."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
 def global_hooks() -> list[Any]:
     """Return the hooks that run in every module; Dynamo traces them into the graph."""
     home = torch.nn.modules.module

@@ -202,6 +202,14 @@ def test_random_numbers_are_called_so() -> None:
         build(forward)
 
 
+def test_attention_over_rows_without_dropout_is_not_called_random() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x[None], x[None], attended(x)[None])[0]
+
+    with pytest.raises(VerifyError, match="the forward mixes rows"):
+        build(forward)
+
+
 def test_a_compiled_program_that_draws_random_numbers_is_built_uncompared_in_mode_none() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return attended(nn.functional.dropout(x, 0.5, training=True))

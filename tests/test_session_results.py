@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from core_helpers import WIDTH, build, plain, rows
+from core_helpers import WIDTH, attended, build, plain, rows
 from torch import nn
 
 import pcgsvc
@@ -198,3 +198,41 @@ def test_a_result_that_an_op_does_not_declare_is_not_dropped() -> None:
         assert torch.equal(runner(rows(3)), rows(3) + 1)
         with pytest.raises(CaptureError, match=r"res::nothing: returned shape"):
             runner(large(3))
+
+
+def _before_it_is_read(x: torch.Tensor) -> torch.Tensor:
+    h = x * 2
+    h.unsqueeze_(0)
+    return attended(h[0]) + (x - x.quantile(0.5, 1)[:, None])  # torch squeezes in place within
+
+
+def _behind_a_boundary(x: torch.Tensor) -> torch.Tensor:
+    h = x * 2
+    y = attended(h)
+    h.unsqueeze_(0)
+    return y + h[0]
+
+
+def _a_result(x: torch.Tensor) -> torch.Tensor:
+    h = torch.ops.toy.fresh(x * 2)
+    y = attended(h)
+    h.t_()
+    return y + h.t()
+
+
+def _a_bridge(x: torch.Tensor) -> torch.Tensor:
+    h = torch.ops.toy.fresh(x * 2)
+    h.unsqueeze_(0)
+    return attended(h[0]) + h[0]
+
+
+@pytest.mark.parametrize("forward", [_before_it_is_read, _behind_a_boundary, _a_result, _a_bridge])
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
+def test_a_tensor_that_is_turned_round_in_place_keeps_its_layout_for_earlier_steps(
+    forward: Callable[[torch.Tensor], torch.Tensor], mode: str
+) -> None:
+    """`h.t_()` writes no memory: a replay neither does it again nor sees it too early."""
+    with build(forward, mode=mode, sizes=[2, 4, 8]) as runner:
+        for count in (3, 8, 1, 4, 7):
+            x = rows(count, seed=count)
+            assert torch.equal(runner(x), plain(forward, x))

@@ -621,6 +621,15 @@ def test_op_functions_are_the_python_kernels_and_the_fake_of_an_op() -> None:
     assert [f for f in private.op_functions("privatetest::none") if f is not None] == []
 
 
+def test_a_registered_hook_is_counted() -> None:
+    before = private.hooks_registered()
+    handle = torch.nn.Linear(1, 1).register_forward_hook(lambda *args: None)
+    assert private.hooks_registered() > before
+    after = private.hooks_registered()
+    handle.remove()
+    assert private.hooks_registered() == after
+
+
 def test_global_hooks_are_those_registered_for_every_module() -> None:
     def hook(module: torch.nn.Module, args: Any) -> None:
         return None

@@ -466,3 +466,54 @@ def test_static_memory_is_compared_on_request() -> None:
                 continue
             with pytest.raises(StaleAddressError, match="KV cache of layer 0"):
                 runner(ids, ids)
+
+
+# ---- what else graphs took from the module -------------------------------------------------------
+
+
+def _double(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+    return result * 2
+
+
+SWITCHES: dict[str, tuple[Callable[[Tied], Any], str]] = {
+    "train": (lambda m: m.train(), "training mode of the module itself, training mode of embed"),
+    "hook": (lambda m: m.mid.register_forward_hook(_double), "forward hooks of mid"),
+    "pre-hook": (
+        lambda m: m.register_forward_pre_hook(lambda m, args: None),
+        "forward pre-hooks of the module itself",
+    ),
+    "global hook": (
+        lambda m: nn.modules.module.register_module_forward_hook(_double),
+        "forward hooks of all modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SWITCHES)
+def test_training_mode_and_hooks_that_are_not_those_of_the_build_are_refused(case: str) -> None:
+    module, (switch, words) = tied(), SWITCHES[case]
+    with build(module, sizes=[4]) as runner:
+        wanted = plain(module, rows(3))
+        torch.testing.assert_close(runner(rows(3)), wanted)
+        handle = switch(module)
+        try:
+            for count in (3, 9):  # a graph, and none
+                with pytest.raises(ConfigError, match=f"^module: {words}.*module.eval"):
+                    runner(rows(count))
+        finally:
+            module.eval() if case == "train" else handle.remove()
+        torch.testing.assert_close(runner(rows(3)), wanted)
+
+
+def test_a_submodule_s_training_mode_is_noticed_within_some_calls() -> None:
+    module = tied()
+    with build(module, sizes=[4]) as runner:
+        runner(rows(3))
+        module.mid.train()
+
+        def call_often() -> None:
+            for _ in range(40):
+                runner(rows(3))
+
+        with pytest.raises(ConfigError, match=r"^module: training mode of mid"):
+            call_often()

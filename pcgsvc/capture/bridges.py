@@ -49,10 +49,12 @@ class BoundResults:
             value if same else _like(value) for value, same in zip(leaves, as_it_is, strict=True)
         ]
         self._bridged = [not same for same in as_it_is]
-        self.bridges = [t for t, new in zip(self._leaves, self._bridged, strict=True) if new]
-        """The tensors that each run is copied into."""
         self.value = pytree.tree_unflatten(self._leaves, self._tree)
         """The result as later pieces see it."""
+        # Later pieces may turn a tensor itself round (`result.t_()`): not what is compared here.
+        self._leaves = [t.detach() if isinstance(t, torch.Tensor) else t for t in self._leaves]
+        self.bridges = [t for t, new in zip(self._leaves, self._bridged, strict=True) if new]
+        """The tensors that each run is copied into."""
         if written_later:
             self._refuse_shared([v for v, new in zip(leaves, self._bridged, strict=True) if new])
 

@@ -109,12 +109,18 @@ class _Recorder(torch_private.RecordingMode):
     def record(
         self, func: Callable[..., Any], args: Any, kwargs: Any, result: Any, mutates: bool
     ) -> None:
-        """Keep a step that computes `result` again, unless nothing needs computing."""
+        """Keep a step that computes `result` again, unless nothing needs computing.
+
+        What it keeps are aliases: the forward may turn a tensor itself round later (`h.t_()`).
+        """
+        if torch.Tag.inplace_view in torch_private.op_tags(func):
+            return  # no memory is written
+        args, kwargs = _aliases(args), _aliases(kwargs)
         if mutates:
             self.steps.append(lambda: func(*args, **kwargs))
             return
         inputs = {t.untyped_storage().data_ptr() for t in _tensors((*args, *kwargs.values()))}
-        leaves = _tensors((result,))
+        leaves = _aliases(_tensors((result,)))
         fresh = [t for t in leaves if t.untyped_storage().data_ptr() not in inputs]
         self._owner.adopt(fresh)
         name = getattr(getattr(func, "_schema", None), "name", "")
@@ -140,6 +146,17 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(value, dict):
             found += _tensors(value.values())
     return found
+
+
+def _aliases(value: Any) -> Any:
+    """Return an op's arguments with tensors of the same memory and layout in place of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_aliases, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, dict):
+        return {name: _aliases(item) for name, item in value.items()}
+    return value
 
 
 class RecordedComposer:

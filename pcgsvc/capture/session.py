@@ -328,6 +328,8 @@ class Session:
         """Return the op's result as later pieces may see it, and the step that recomputes it."""
 
         def hold(value: Any) -> Any:
+            if type(value) is torch.Tensor and not vars(value):
+                value = value.detach()  # later pieces may turn the tensor itself round: `x.t_()`
             return self._engine.hold(value) if isinstance(value, torch.Tensor) else value
 
         held_args = pytree.tree_map(hold, at.args)

@@ -71,14 +71,15 @@ def random_ops(image: ProgramImage) -> list[str]:
 
 def draws_random(image: ProgramImage) -> str:
     """Say that a forward draws random numbers, and what to do."""
-    names = ", ".join(random_ops(image) or image.matched)
+    names = ", ".join(random_ops(image))
+    names = f" ({names})" if names else ""
     return (
-        f"the forward draws random numbers ({names}), so no two runs of it are alike. Switch that "
+        f"the forward draws random numbers{names}, so no two runs of it are alike. Switch that "
         "off (module.eval(), p=0), or pass the numbers as an input."
     )
 
 
-def _draws(trial: Trial, step: Step) -> bool:
+def draws(trial: Trial, step: Step) -> bool:
     """Whether a run of the module moves torch's random generators."""
     device = trial.memory.device
     with preserved(trial.state), same_random_numbers(device):
@@ -155,7 +156,7 @@ def of_entry(
 def _without_graphs(row: Mapping[str, Any], trial: Trial) -> str | None:
     """Return what is wrong before anything is captured, or None."""
     step = trial.step(row["num_tokens"])
-    if random_ops(trial.model.image) or _draws(trial, step):
+    if draws(trial, step):  # an op that may draw need not: attention with dropout 0
         return draws_random(trial.model.image)
     if (found := unsteady(trial, step)) is not None:
         return found

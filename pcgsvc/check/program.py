@@ -18,6 +18,7 @@ from pcgsvc.capture.plan import plan_capture
 from pcgsvc.check.causes import (
     BAKED_IN,
     RefusedRowsError,
+    draws,
     draws_random,
     program_differs,
     random_ops,
@@ -89,7 +90,8 @@ def _checked(
         try:
             while (found := program_differs(trial, step)) is not None:
                 model = trial.model
-                if trial.config.compiler.name is Compiler.INDUCTOR and random_ops(model.image):
+                inductor = trial.config.compiler.name is Compiler.INDUCTOR
+                if inductor and random_ops(model.image) and draws(trial, step):
                     why = draws_random(model.image)
                     warning = f"the compiled program was not compared with the module: {why}"
                     return replace(model, warnings=[*model.warnings, warning]), refused

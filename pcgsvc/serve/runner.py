@@ -96,6 +96,7 @@ class Runner:
             BatchError: inputs or batch do not fit; nothing was touched.
             UncoveredError: no graph serves the call and `on_uncovered=error` or `strict=true`.
             StaleAddressError: a weight's memory was replaced since capture.
+            ConfigError: the module's training mode or hooks are not those of the build.
             PcgError: the runner is closed, or a splitting op of its own model called it.
             PeerError: another process that runs the model is gone, or makes another call.
         """

@@ -1,7 +1,8 @@
 """The weights of a running model: whether they lie where the graphs read them, and new values.
 
-In: a module and the tensors that its program is bound to. Out: an error when one was replaced; new
-values written in place. Knows nothing of graphs.
+In: a module and the tensors that its program is bound to. Out: an error when one was replaced, or
+when training mode or hooks are no longer as they were; new values written in place. Knows nothing
+of graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from pcgsvc import torch_private
-from pcgsvc.errors import StaleAddressError, StateError
+from pcgsvc.errors import ConfigError, StaleAddressError, StateError
 from pcgsvc.forward.objects import global_places, places_of
 
 # Not of buffers: a forward may assign those, and Dynamo would trace the hook into another's graph.
@@ -60,9 +61,14 @@ class Weights:
         places += global_places(bound - {id(p.value) for p in places})
         self._places = [(p.get, p.key, p.value, p.name) for p in places if p.get is not None]
         """Where a bound tensor lies, or something that holds one."""
-        compared = [(get, key, value) for get, key, value, _ in self._places]
+        self._switches = _switches(module, [p.module for p in places if p.module is not None])
+        """What else the graphs took from the module; the root's training mode comes first."""
+        self._handles = -1
+        """How many hooks torch had registered when all was compared last."""
+        compared = [place[:3] for place in [*self._places, *self._switches]]
         always = [(p.get, p.key, p.value) for p in places if p.get is not None and not p.has_hook]
         """Buffers, attributes, items of lists and the like: compared at every call."""
+        always += [switch[:3] for switch in self._switches[:1]]
         self._watched = {id(p.module) for p in places if p.module is not None}
         """Identities of the modules that have such places."""
         dense = {n: t for n, t in tensors.items() if _is_dense(t)} | self._static_before
@@ -91,15 +97,18 @@ class Weights:
         """Compare where tensors lie, and what holds them, with what was captured.
 
         All of them at the first call, when torch tells that something was registered in one of the
-        modules (`module.weight = …`), and at every call under `debug.check_addresses`; else what
-        torch tells nothing of, and some of all, in turn: what changes behind torch's back
-        (`param.data = …`) is noticed some calls later. Until then the graphs read the old values,
-        whose memory is kept. Nothing is copied and the device is not asked.
+        modules (`module.weight = …`) or a hook anywhere, and at every call under
+        `debug.check_addresses`; else what torch tells nothing of, the module's own training mode,
+        and some of all, in turn: what changes behind torch's back (`param.data = …`) is noticed
+        some calls later. Until then the graphs read the old values, whose memory is kept. Nothing
+        is copied and the device is not asked.
 
         Raises:
             StaleAddressError: naming the tensor that was replaced.
+            ConfigError: training mode or hooks are no longer those of the build.
         """
-        whole = self._suspect or self._static is not None
+        handles = torch_private.hooks_registered()
+        whole = self._suspect or self._static is not None or handles != self._handles
         compared, addresses, located = self._whole if whole else next(self._turns)
         for get, key, value in compared:
             if get(key) is not value:
@@ -110,7 +119,7 @@ class Weights:
         for tensor, _, stride, shape in located:
             if tensor.stride() != stride or tensor.shape != shape:
                 self._refuse()
-        self._suspect = False
+        self._suspect, self._handles = False, handles
         if self._static is not None and self._moved():
             self._refuse()
 
@@ -121,6 +130,13 @@ class Weights:
 
     def _refuse(self) -> None:
         """Find what was replaced and say so."""
+        switched = [name for get, key, value, name in self._switches if get(key) is not value]
+        if switched:
+            raise ConfigError(
+                f"module: {', '.join(switched[:4])}: no longer as at the build, and the graphs do "
+                "what the module did then. Put it back (module.eval(), handle.remove()), or build "
+                "the runner again."
+            )
         gone = [name for get, key, value, name in self._places if get(key) is not value]
         gone += [name for name, (t, *where) in self._located if where != [*_where(t)]]
         gone += self._moved()
@@ -162,6 +178,34 @@ def _tell(watch: weakref.WeakMethod[Any], args: tuple[Any, ...]) -> None:
     listener = watch()
     if listener is not None:
         listener(args[0])
+
+
+def _switches(
+    module: Callable[..., Any], others: Sequence[torch.nn.Module]
+) -> list[tuple[Callable[[Any], Any], Any, Any, str]]:
+    """Return training mode and hooks of a module, what it holds, and others, as places.
+
+    Of several hooks the newest stands for all; attributes of the user's own are not among them.
+    """
+    named = {id(m): (type(m).__name__, m) for m in others}
+    if isinstance(module, torch.nn.Module):
+        inner = {id(m): (name or "the module itself", m) for name, m in module.named_modules()}
+        named = inner | {key: value for key, value in named.items() if key not in inner}
+    found: list[tuple[Callable[[Any], Any], Any, str]] = []
+    for name, m in named.values():
+        found.append((vars(m).get, "training", f"training mode of {name}"))
+        found.append((_newest, m._forward_hooks, f"forward hooks of {name}"))
+        found.append((_newest, m._forward_pre_hooks, f"forward pre-hooks of {name}"))
+    found.append((_newest_global, None, "forward hooks of all modules"))
+    return [(get, key, get(key), name) for get, key, name in found]
+
+
+def _newest(hooks: Mapping[int, Any]) -> int | None:
+    return next(reversed(hooks), None)
+
+
+def _newest_global(_: None) -> Any:
+    return (torch_private.global_hooks() or [None])[-1]
 
 
 def _chunks(items: list[Any], count: int) -> list[list[Any]]:
