@@ -468,7 +468,7 @@ REASONS = {
     "a break returned a tensor": set(RETURNING),
     "Python outside breaks runs once": {"aliasing split"},
     ", at capture it gave ": {"aliasing split"},
-    "results share memory": {"aliasing split", "in-place", "view", "transposed"},
+    " share memory (": {"aliasing split", "in-place", "view", "transposed"},
 }
 """Refusals by a part of their message, with the statements of which one must be in the model.
 

@@ -73,6 +73,37 @@ def test_inductor_refuses_to_part_two_views_that_are_written_behind_a_split() ->
 
 
 @pytest.mark.slow
+def test_what_a_region_writes_in_place_is_what_a_later_splitting_op_writes_on() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        torch.ops.toy.attend(h, h)
+        h += 1  # the result of this line is h, not another tensor
+        torch.ops.toy.attend(h, h)
+        return h
+
+    with build(forward, compiler="inductor", sizes=[8]) as runner:
+        assert runner.report["graphs"]["num_graphs"] == 2
+        for at in range(2):
+            x = rows(5, seed=at)
+            torch.testing.assert_close(runner(x), x * 8 + 2)
+
+
+@pytest.mark.slow
+def test_inductor_refuses_a_view_of_what_its_region_writes_and_a_splitting_op_then() -> None:
+    from pcgsvc.errors import SplitError
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        torch.ops.toy.attend(h, h)
+        part = h[:, :2].add_(1)
+        torch.ops.toy.attend(h, h)
+        return h + part.sum()
+
+    with pytest.raises(SplitError, match="a result and what it writes share memory"):
+        build(forward, compiler="inductor", sizes=[8])
+
+
+@pytest.mark.slow
 def test_an_inductor_option_that_does_not_exist_names_the_piece() -> None:
     from core_helpers import make_config
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -351,35 +351,49 @@ def _prove_order(pieces: list[Piece]) -> None:
 def check_aliases(partition: Partition) -> None:
     """Refuse cuts at which a compiler that re-makes views would lose a write.
 
-    Inductor gives a region's outputs storages of its own choice. Two outputs of one region that
-    share a storage and are written to later would part.
+    Inductor gives a region's results storages of its own choice. Two results of one region that
+    share a storage would part where a later piece writes; so would a result and what the region
+    reads, if the region writes to it as well.
 
     Raises:
         SplitError: naming the line of the write.
     """
-    writes = {
-        torch_private.storage_id(arg.meta["example_value"]): node
-        for piece in partition.pieces
-        for node in piece.nodes
-        for arg in mutated_args(node)
-    }
+    written = _writes(partition)
     for piece in partition.pieces:
         if piece.kind is not Kind.REGION:
             continue
-        seen: dict[int, torch.fx.Node] = {}
-        inside = set(piece.nodes)
-        for node in piece.outputs:
-            if not isinstance(node.meta["example_value"], torch.Tensor):
-                continue
+        seen: dict[int, tuple[str, torch.fx.Node]] = {}
+        for node in _tensors(piece.inputs):
             storage = torch_private.storage_id(node.meta["example_value"])
-            if storage in seen and storage in writes and writes[storage] not in inside:
+            if any(index == piece.index for index, _ in written.get(storage, ())):
+                seen[storage] = "a result and what it writes", node
+        for node in _tensors(piece.outputs):
+            storage = torch_private.storage_id(node.meta["example_value"])
+            later = [n for index, n in written.get(storage, ()) if index > piece.index]
+            if storage in seen and later:
+                what, other = seen[storage]
                 raise SplitError(
-                    f"{piece.name}: two of its results share memory "
-                    f"({user_line(seen[storage])} and {user_line(node)}) and are written to behind "
-                    f"the splitting op, at {user_line(writes[storage])}; compiled pieces cannot "
-                    "keep that. Use compiler=eager, or write to a copy."
+                    f"{piece.name}: {what} share memory ({user_line(other) or other.name} and "
+                    f"{user_line(node)}) and are written to behind the splitting op, at "
+                    f"{user_line(later[-1])}; compiled pieces cannot keep that. Use "
+                    "compiler=eager, or write to a copy."
                 )
-            seen[storage] = node
+            seen.setdefault(storage, ("two of its results", node))
+
+
+def _writes(partition: Partition) -> dict[int, list[tuple[int, torch.fx.Node]]]:
+    """Return who writes to each storage, in order, with the piece's place."""
+    found: dict[int, list[tuple[int, torch.fx.Node]]] = {}
+    for piece in partition.pieces:
+        for node in piece.nodes:
+            for arg in mutated_args(node):
+                storage = torch_private.storage_id(arg.meta["example_value"])
+                found.setdefault(storage, []).append((piece.index, node))
+    return found
+
+
+def _tensors(nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
+    return [n for n in nodes if isinstance(n.meta["example_value"], torch.Tensor)]
 
 
 def _reasons(pieces: list[Piece], matches: dict[torch.fx.Node, _Match]) -> None:

@@ -25,7 +25,7 @@ from pcgsvc.ops.breaks import WAYS_OUT
 from pcgsvc.trace.backend import DynamoCapture, view_refusal
 from pcgsvc.trace.collectives import unite_collectives
 from pcgsvc.trace.graph import TracedGraph
-from pcgsvc.trace.nodes import mutated_args, op_names, user_line
+from pcgsvc.trace.nodes import mutated_args, name_once, op_names, user_line
 from pcgsvc.trace.refusals import refuse_unsupported
 from pcgsvc.trace.sources import line_that_sets
 
@@ -71,6 +71,8 @@ class Canonical:
         sentinels = map(id, self.capture.sentinels)
         outputs, constants, kept = self._match_outputs(dict(zip(sentinels, results, strict=True)))
         output.args = (kept,)
+        name_once(output)
+        kept = output.args[0]
         used = {n: bindings[n] for n in self._placeholders() if n in bindings}
         self.graph.lint()
         return TracedGraph(

@@ -59,6 +59,39 @@ def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
     ]
 
 
+def name_once(output: torch.fx.Node) -> None:
+    """Read what an operator in place has written by the tensor that it wrote to, as Python does.
+
+    As another value it would be a result of the region that writes it, and a compiler may give it
+    memory of its own: what a splitting op then writes to the one would be missing in the other.
+    State stays what the forward returns of it.
+    """
+    for node in output.graph.nodes:
+        written = mutated_args(node)
+        if len(written) == 1 and _returns_it(node, written[0]):
+            (tensor,) = written
+            is_kept = tensor.op == "placeholder" or tensor in output.all_input_nodes
+            node.replace_all_uses_with(tensor, lambda user, k=is_kept: not (k and user is output))
+
+
+def _returns_it(node: torch.fx.Node, written: torch.fx.Node) -> bool:
+    """Whether an operator of torch's own returns the very tensor that it writes to."""
+    made, tensor = node.meta.get("example_value"), written.meta["example_value"]
+    if not isinstance(made, torch.Tensor) or made.layout is not torch.strided:
+        return False
+    name = torch_private.op_name(node.target) if node.op == "call_function" else None
+    plain = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    packet = getattr(torch.ops.aten, str(plain), None)
+    tags = torch_private.op_tags(node.target) | torch_private.op_tags(packet)
+    return (
+        (name is None or name.startswith("aten::"))
+        and torch.Tag.inplace_view not in tags  # `x.t_()`: later code reads another shape
+        and torch_private.storage_id(made) == torch_private.storage_id(tensor)
+        and (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        and made.storage_offset() == tensor.storage_offset()
+    )
+
+
 _TRACER = str(Path(__file__).with_name("dynamo.py"))
 """Its frames stand between Dynamo and the model, and say nothing to a user."""
 
