@@ -299,6 +299,8 @@ def test_what_cannot_be_embedded_is_refused(runner: pcgsvc.Runner) -> None:
         runner.embed([[1], [512]])
     with pytest.raises(BatchError, match=r"got 7; texts are needed, or lists of token ids"):
         runner.embed([7])  # type: ignore[list-item]
+    with pytest.raises(BatchError, match=r"got b'ab'; texts are needed, or lists of token ids"):
+        runner.embed([b"ab"])  # bytes are a sequence of numbers, and no token ids
     with pytest.raises(ConfigError, match=r"generate"):
         runner.generate(["x"])
 

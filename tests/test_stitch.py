@@ -497,7 +497,8 @@ def test_a_plan_that_cannot_tell_once_runs_that_step_as_pieces() -> None:
     assert step(joined) == [("replay", False)]
 
 
-def test_a_refused_patch_runs_that_step_as_pieces_and_sets_the_node_anew() -> None:
+def refused_at_its_second_step() -> tuple[Steps, Any]:
+    """Return an entry whose patch for another launch was refused, so that nothing was replayed."""
     steps = Steps()
     steps.launches = [steps.launch(1)]
     joined = steps.join(NotingComposer())
@@ -505,19 +506,18 @@ def test_a_refused_patch_runs_that_step_as_pieces_and_sets_the_node_anew() -> No
     REFUSED.append(True)
     assert step(joined) == []
     REFUSED.clear()
+    return steps, joined
+
+
+def test_a_refused_patch_runs_that_step_as_pieces_and_sets_the_node_anew() -> None:
+    _, joined = refused_at_its_second_step()
     assert joined.fallbacks == {"test::op: no such patch": 1}
     said = step(joined)
     assert said == [("set", (1, 1, 1), (2,)), ("enable", True), ("replay", True)]
 
 
 def test_a_node_that_a_refused_patch_left_unknown_is_set_anew_though_it_is_left_out() -> None:
-    steps = Steps()
-    steps.launches = [steps.launch(1)]
-    joined = steps.join(NotingComposer())
-    steps.launches = [steps.launch(2)]
-    REFUSED.append(True)
-    step(joined)
-    REFUSED.clear()
+    steps, joined = refused_at_its_second_step()
     steps.launches = []
     assert step(joined) == [("set", (1, 1, 1), (1,)), ("enable", False), ("replay", True)]
     steps.launches = [steps.launch(2)]

@@ -19,7 +19,7 @@ from pcgsvc.errors import BatchError, ConfigError
 from pcgsvc.events import span
 from pcgsvc.forward.batch import Batch
 from pcgsvc.forward.bundle import EmbeddingSpec
-from pcgsvc.serve.steps import StepRunner, largest_step
+from pcgsvc.serve.steps import StepRunner, checked_ids, largest_step
 
 
 def embed(
@@ -47,7 +47,8 @@ def embed(
         raise BatchError("embed: got one text, a list of texts is needed: embed([text]).")
     if not texts:
         raise BatchError("embed: got no text, at least one is needed.")
-    ids = [_tokens(runner, at, text, truncate=truncate) for at, text in enumerate(texts)]
+    most = limit if truncate else None
+    ids = [_tokens(spec, at, text, most) for at, text in enumerate(texts)]
     for at, text in enumerate(ids):
         if not 1 <= len(text) <= limit:
             raise BatchError(
@@ -61,26 +62,17 @@ def embed(
         return torch.cat([_step(runner, chunk) for chunk in chunks])
 
 
-def _tokens(runner: StepRunner, at: int, text: str | Sequence[int], *, truncate: bool) -> list[int]:
-    """Return the token ids of one text, which may be some already."""
-    spec = _spec(runner)
+def _tokens(spec: EmbeddingSpec, at: int, text: str | Sequence[int], most: int | None) -> list[int]:
+    """Return the token ids of one text, which may be some already; no more than `most`."""
     if isinstance(text, str):
         if spec.encode is None:
             raise ConfigError(
                 "embed: this encoder has no tokenizer. Use model=minilm, or pass token ids."
             )
-        return spec.encode(text, _limit(runner) if truncate else None)
-    if not isinstance(text, Sequence):
+        return spec.encode(text, most)
+    if isinstance(text, bytes) or not isinstance(text, Sequence):
         raise BatchError(f"embed: got {text!r}; texts are needed, or lists of token ids.")
-    ids: list[int] = []
-    for token in text:
-        if type(token) is not int or not 0 <= token < spec.vocab_size:
-            raise BatchError(
-                f"embed: text {at} has token {token!r}; the model's tokens are the whole numbers "
-                f"from 0 to {spec.vocab_size - 1}."
-            )
-        ids.append(token)
-    return ids[: _limit(runner)] if truncate else ids
+    return checked_ids(text, spec.vocab_size, f"embed: text {at} has")[:most]
 
 
 def pool(

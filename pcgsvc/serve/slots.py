@@ -23,7 +23,7 @@ from pcgsvc.forward.batch import Batch
 from pcgsvc.forward.sampling import Sampling
 from pcgsvc.serve.prepared import PreparedCall
 from pcgsvc.serve.sampling import choose
-from pcgsvc.serve.steps import StepRunner, largest_step
+from pcgsvc.serve.steps import StepRunner, checked_ids, largest_step
 from pcgsvc.serve.text import TextStream
 
 
@@ -201,13 +201,7 @@ class Slots:
             )
         if not prompt:
             raise BatchError("prompts: at least one is needed, and none may be empty.")
-        most = self._vocab_size
-        for token in prompt:
-            if type(token) is not int or not 0 <= token < most:
-                raise BatchError(
-                    f"prompts: got token {token!r}; the model's tokens are the whole numbers from "
-                    f"0 to {most - 1:.0f}."
-                )
+        ids = checked_ids(prompt, self._vocab_size, "prompts: got")
         length = len(prompt) + max_new_tokens
         if length > self._geometry.max_model_len:
             raise BatchError(
@@ -220,7 +214,7 @@ class Slots:
                 f"prompts: {length} tokens need {needed} KV blocks, and there are {there}; raise "
                 "attention.num_blocks or attention.max_cache_bytes."
             )
-        return list(prompt)
+        return ids
 
     def start(self, continuation: Continuation) -> bool:
         """Give a continuation a slot and all KV blocks that it may need; False: not now.

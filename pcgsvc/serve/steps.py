@@ -1,16 +1,19 @@
 """What generation and embedding need of a runner.
 
-In: nothing. Out: the protocol that `Runner` satisfies; what drives a runner need not import it.
+In: nothing. Out: the protocol that `Runner` satisfies, and what both ask of it and of their token
+ids; what drives a runner need not import it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from pcgsvc.capture.capture import GraphTable
+from pcgsvc.errors import BatchError
 from pcgsvc.forward.batch import Batch, CheckedBatch
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace
@@ -46,3 +49,25 @@ class StepRunner(Protocol):
 def largest_step(runner: StepRunner) -> int:
     """Return the most rows that a captured graph serves; without graphs, that memory holds."""
     return max(runner.table.sizes, default=runner.memory.max_tokens)
+
+
+def checked_ids(given: Iterable[Any], vocab_size: float, said: str) -> list[int]:
+    """Return a copy of token ids that a caller passed.
+
+    Args:
+        given: whole numbers below `vocab_size`, which is infinite where it is not known.
+        vocab_size: one above the largest token id.
+        said: how the message begins, up to the word "token".
+
+    Raises:
+        BatchError: naming the first that the model lacks.
+    """
+    ids: list[int] = []
+    for token in given:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise BatchError(
+                f"{said} token {token!r}; the model's tokens are the whole numbers from 0 to "
+                f"{vocab_size - 1:.0f}."
+            )
+        ids.append(token)
+    return ids
