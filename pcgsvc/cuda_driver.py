@@ -307,18 +307,73 @@ class KernelNode:
             raise DriverError(f"cuGraphExecKernelNodeSetParams: {status.name}")
 
 
+class Copy:
+    """A copy of a `Composition`: so many bytes, from one address to another.
+
+    Args:
+        driver: makes it.
+        target: address in the device's memory.
+        source: likewise or, with `from_host`, address in page-locked memory of the host.
+        size: bytes, at least 1.
+    """
+
+    def __init__(
+        self, driver: Driver, target: int, source: int, size: int, *, from_host: bool = False
+    ) -> None:
+        kinds = driver.bindings.CUmemorytype
+        device, host = kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_HOST
+        self._driver, self._where = driver, (target, source, size)
+        self._source = "srcHost" if from_host else "srcDevice"
+        self._fields = fields = driver.bindings.CUDA_MEMCPY3D()
+        fields.dstMemoryType, fields.srcMemoryType = device, host if from_host else device
+        fields.Height = fields.Depth = 1
+        self._describe(target, source, size)
+
+    def add(self, graph: Any, before: list[Any]) -> Any:
+        """Add it to a graph, after some nodes, and return its node."""
+        self._context = self._driver.call("cuCtxGetCurrent")
+        args = (graph, before, len(before), self._fields, self._context)
+        self._node = self._driver.call("cuGraphAddMemcpyNode", *args)
+        return self._node
+
+    def instantiated(self, executable: Any) -> None:
+        """Take the executable whose node is patched from now on."""
+        self._executable = executable
+        self._apply = self._driver.bindings.cuGraphExecMemcpyNodeSetParams
+
+    def set(self, target: int, source: int, size: int) -> None:
+        """Have the next replay copy these bytes.
+
+        Raises:
+            DriverError: the driver refuses memory of this kind; the node is as it was.
+        """
+        where = target, source, size
+        if where == self._where:
+            return
+        self._describe(target, source, size)
+        (status,) = self._apply(self._executable, self._node, self._fields, self._context)
+        if status:
+            raise DriverError(f"cuGraphExecMemcpyNodeSetParams: {status.name}")
+        self._where = where
+
+    def _describe(self, target: int, source: int, size: int) -> None:
+        fields = self._fields
+        fields.dstDevice, fields.WidthInBytes = target, size
+        setattr(fields, self._source, source)
+
+
 class Composition:
-    """An executable graph of captured graphs and kernels, one after the other. Owns itself.
+    """An executable graph of captured graphs, kernels and copies, one after the other. Owns itself.
 
     Patches hold from the next launch on: launches that are queued or running are not affected.
     Not safe across threads.
 
     Args:
         driver: makes it.
-        parts: handles of captured graphs, which are copied, and kernels.
+        parts: handles of captured graphs, which are copied, kernels, and copies.
     """
 
-    def __init__(self, driver: Driver, parts: Sequence[int | Launch]) -> None:
+    def __init__(self, driver: Driver, parts: Sequence[int | Launch | Copy]) -> None:
         self._driver = driver
         graph = driver.call("cuGraphCreate", 0)
         weakref.finalize(self, driver.call, "cuGraphDestroy", graph).atexit = False
@@ -332,6 +387,8 @@ class Composition:
                 kernel.added(driver.call("cuGraphAddKernelNode", *args))
                 self.nodes.append(kernel)
                 before = [kernel.node]
+            elif isinstance(part, Copy):
+                before = [part.add(graph, before)]
             else:
                 child = driver.bindings.CUgraph(part)
                 args = (graph, before, len(before), child)
@@ -340,6 +397,9 @@ class Composition:
         weakref.finalize(self, driver.call, "cuGraphExecDestroy", self._executable).atexit = False
         for kernel in self.nodes:
             kernel.instantiated(self._executable)
+        for part in parts:
+            if isinstance(part, Copy):
+                part.instantiated(self._executable)
 
     def upload(self, stream: int) -> None:
         """Bring patches to the device before the launch that needs them."""

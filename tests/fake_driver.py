@@ -160,6 +160,23 @@ class FakeBindings:
         node = FakeNode(kind, children=list(self.graphs[int(child)]))
         return self._add("cuGraphAddChildGraphNode", graph, before, count, node)
 
+    def cuCtxGetCurrent(self) -> Any:  # noqa: N802
+        return OK, real.CUcontext(1)
+
+    def cuGraphAddMemcpyNode(  # noqa: N802
+        self, graph: Any, before: Any, count: int, fields: Any, context: Any
+    ) -> Any:
+        node = FakeNode(real.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY, copy=self._copied(fields))
+        return self._add("cuGraphAddMemcpyNode", graph, before, count, node)
+
+    def cuGraphExecMemcpyNodeSetParams(  # noqa: N802
+        self, executable: Any, node: Any, fields: Any, context: Any
+    ) -> Any:
+        status = self._note("cuGraphExecMemcpyNodeSetParams", *self._copied(fields))
+        if not status:
+            self._copy(executable, node).copy = self._copied(fields)
+        return (status,)
+
     def cuGraphInstantiate(self, graph: Any, flags: int) -> Any:  # noqa: N802
         status, handle = self._note("cuGraphInstantiate"), next(self._handles)
         nodes = self.graphs[int(graph)]
@@ -209,8 +226,18 @@ class FakeBindings:
     def _run(self, node: FakeNode) -> None:
         for child in getattr(node, "children", ()):
             self._run(child)
+        if hasattr(node, "copy"):
+            ctypes.memmove(*node.copy)
         if node.enabled and hasattr(node, "function"):
             self.kernels[node.function].run(node.grid, *node.values)
+
+    @staticmethod
+    def _copied(fields: Any) -> tuple[int, int, int]:
+        """Return target, source and bytes of a copy in one dimension."""
+        assert (fields.Height, fields.Depth) == (1, 1)
+        on_host = fields.srcMemoryType == real.CUmemorytype.CU_MEMORYTYPE_HOST
+        source = fields.srcHost if on_host else fields.srcDevice
+        return int(fields.dstDevice), int(source), fields.WidthInBytes
 
     def _values(self, function: int, address: int) -> tuple[bytes, ...]:
         layout = self.kernels[function].layout

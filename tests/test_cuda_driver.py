@@ -22,6 +22,7 @@ from pcgsvc.capture.recorded import RecordedComposer
 from pcgsvc.capture.sources import Boundary
 from pcgsvc.cuda_driver import (
     Composition,
+    Copy,
     Driver,
     DriverError,
     Launch,
@@ -64,6 +65,38 @@ def test_pieces_and_kernels_are_one_chain_in_one_executable() -> None:
     assert device.fake.calls == [("cuGraphLaunch", 7)]
     grids = [((1, 1, 1), 1, 2, 0.5), ((5, 6, 7), -3, 4, 0.25)]
     assert device.ran == [("piece", 0), grids[0], ("piece", 1), grids[1]]
+
+
+def test_copies_are_nodes_that_are_patched_where_they_changed() -> None:
+    device = Device()
+    given, buffer, result = (torch.full((4,), float(at)) for at in range(3))
+    into = Copy(device.driver, buffer.data_ptr(), buffer.data_ptr(), 16)
+    out = Copy(device.driver, result.data_ptr(), buffer.data_ptr(), 8, from_host=True)
+    made = Composition(device.driver, [into, device.pieces[0], out])
+    adds = ["cuGraphAddMemcpyNode", "cuGraphAddChildGraphNode", "cuGraphAddMemcpyNode"]
+    assert device.fake.names() == ["cuGraphCreate", *adds, "cuGraphInstantiate"]
+    into.set(buffer.data_ptr(), given.data_ptr(), 12)
+    into.set(buffer.data_ptr(), given.data_ptr(), 12)
+    out.set(result.data_ptr(), buffer.data_ptr(), 8)
+    assert device.fake.names() == ["cuGraphExecMemcpyNodeSetParams"]
+    made.launch(7)
+    assert device.ran == [("piece", 0)]
+    assert (buffer.tolist(), result.tolist()) == ([0, 0, 0, 1], [0, 0, 2, 2])
+
+
+def test_a_copy_that_the_driver_refuses_is_as_it_was() -> None:
+    device = Device()
+    given, buffer = torch.zeros(4), torch.ones(4)
+    into = Copy(device.driver, buffer.data_ptr(), buffer.data_ptr(), 16)
+    Composition(device.driver, [into])
+    device.fake.fails["cuGraphExecMemcpyNodeSetParams"] = INVALID
+    for _ in range(2):
+        with pytest.raises(DriverError, match="cuGraphExecMemcpyNodeSetParams"):
+            into.set(buffer.data_ptr(), given.data_ptr(), 16)
+    device.fake.fails.clear()
+    device.fake.names()
+    into.set(buffer.data_ptr(), buffer.data_ptr(), 16)
+    assert device.fake.names() == []
 
 
 def test_a_node_is_patched_before_the_launch_and_only_then() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pcgsvc import torch_private
+from pcgsvc.capture.call_copies import CallCopies, with_copies
 from pcgsvc.capture.cuda import CudaEngine
 from pcgsvc.capture.cuda_composer import CudaComposer
 from pcgsvc.capture.plan import CapturePlan, EntryKey
@@ -23,7 +24,7 @@ from pcgsvc.capture.recorded import RecordedEngine
 from pcgsvc.capture.session import Engine, Entry, Session, ranged
 from pcgsvc.capture.sources import Boundary, Step
 from pcgsvc.capture.stitch import Joined, join
-from pcgsvc.config import Config, Mode, Replay
+from pcgsvc.config import Config, Mode, Outputs, Replay
 from pcgsvc.cuda_driver import DriverError, find_driver
 from pcgsvc.errors import CaptureError, PcgError
 from pcgsvc.events import Phases, count, log_event
@@ -134,7 +135,8 @@ def capture(
     for key, reason in plan.invalid:
         _skip(table, key, reason)
     engine = make_engine(memory, plan.config)
-    recorder = _Recorder(model.program, memory, engine, samples, plan.config)
+    reads = model.reads_metadata
+    recorder = _Recorder(model.program, memory, engine, samples, plan.config, reads)
     engine.give_back()
     free, reserved = engine.free_bytes(), engine.reserved_bytes()
     total = len(plan.entries)
@@ -164,14 +166,14 @@ def make_engine(memory: Workspace, config: Config) -> Engine:
     """Return what captures segments on the workspace's device."""
     if memory.stream is None:
         return RecordedEngine()
-    composer: CudaComposer | str | None = None
-    if config.capture.replay is not Replay.PIECES:
-        try:
-            composer = CudaComposer(find_driver(), memory.device)
-        except DriverError as error:
-            composer = str(error)
-            level = logging.WARNING if config.capture.replay is Replay.STITCHED else logging.INFO
-            log_event(logger, level, "no_driver", "capture.replay: pieces, since %s", composer)
+    composer: CudaComposer | str
+    try:
+        composer = CudaComposer(find_driver(), memory.device)
+    except DriverError as error:
+        composer = str(error)
+        level = logging.WARNING if config.capture.replay is Replay.STITCHED else logging.INFO
+        words = "capture.replay: pieces, and copies outside of graphs, since %s"
+        log_event(logger, level, "no_driver", words, composer)
     return CudaEngine(memory.stream, config.capture.error_mode.value, composer)
 
 
@@ -184,6 +186,7 @@ class _Recorder:
     engine: Engine
     samples: Samples
     config: Config
+    reads_metadata: bool
 
     def attempt(self, key: EntryKey, table: GraphTable, failures: list[CaptureError]) -> str | None:
         """Record an entry, or return why it cannot be, and add that to the failures of capture."""
@@ -288,6 +291,7 @@ class _Recorder:
                     entry = session.finish(program.run(values, session))
                 if breaks:
                     entry.joined = self._joined(entry, session.parts)
+                entry.copies = self._copies(entry, key[1].num_tokens)
                 return entry
             except BaseException as error:
                 session.abort()
@@ -298,10 +302,26 @@ class _Recorder:
                     engine.discard_pool()
                 raise _capture_error(error, program, key) from error
 
+    def _copies(self, entry: Entry, size: int) -> CallCopies | None:
+        """Return the entry's steps with a call's copies in them, where the device does that."""
+        memory, composer, debug = self.memory, self.engine.composer, self.config.debug
+        joined = entry.joined is not None and entry.joined.stitched
+        if isinstance(composer, str) or joined or debug.profile_ranges:
+            return None
+        inputs = [memory.views(size)[spec.name] for spec in memory.inputs]
+        metadata = memory.step.copied if self.reads_metadata and not memory.plans else []
+        results = entry.outputs if self.config.outputs is Outputs.CLONE else []
+        steps = list(zip(entry.steps, entry.is_region, strict=True))
+        try:
+            return with_copies(steps, composer, inputs, metadata, results)
+        except DriverError as error:
+            logger.debug("calls of %s rows copy outside of its graphs: %s", size, error)
+            return None
+
     def _joined(self, entry: Entry, parts: Sequence[Step | Boundary]) -> Joined:
         """Return how a piecewise entry is replayed, as `capture.replay` says."""
         wanted, composer = self.config.capture.replay, self.engine.composer
-        if wanted is Replay.PIECES or composer is None:
+        if wanted is Replay.PIECES:
             return Joined(why="capture.replay=pieces")
         if isinstance(composer, str):
             joined = Joined(why=composer)

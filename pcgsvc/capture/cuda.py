@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.capture.sources import Composer
+from pcgsvc.capture.cuda_composer import CudaComposer
 from pcgsvc.program.program import CompiledPiece
 
 Step = Callable[[], Any]
@@ -34,7 +34,10 @@ class CudaEngine:
     name = "cuda"
 
     def __init__(
-        self, stream: torch.cuda.Stream, error_mode: str, composer: Composer | str | None = None
+        self,
+        stream: torch.cuda.Stream,
+        error_mode: str,
+        composer: CudaComposer | str = "none is wanted",
     ) -> None:
         self.stream, self.composer = stream, composer
         self.pool = torch.cuda.graph_pool_handle()
@@ -52,7 +55,7 @@ class CudaEngine:
         """See `Engine.begin`."""
         # Before it begins: a begin that fails leaves the random generator to `abort`.
         # Kept beside its executable where it may be joined: torch then instantiates at the replay.
-        keep = {} if isinstance(self.composer, str | None) else {"keep_graph": True}
+        keep = {} if isinstance(self.composer, str) else {"keep_graph": True}
         graph = self._graph = torch.cuda.CUDAGraph(**keep)
         graph.capture_begin(pool=self.pool, capture_error_mode=self._error_mode)
 
@@ -68,7 +71,11 @@ class CudaEngine:
             self._empty = graph
             return None
         replay: Step = super(torch.cuda.CUDAGraph, graph).replay  # without torch's Python around it
+        generator = torch.cuda.default_generators[self.stream.device_index]
+        drawn = generator.get_offset()
         replay()
+        if generator.get_offset() != drawn and not isinstance(self.composer, str):
+            self.composer.keep_alone(replay)
         return replay
 
     def abort(self) -> None:

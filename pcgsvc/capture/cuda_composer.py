@@ -18,7 +18,7 @@ from torch import distributed
 
 from pcgsvc import torch_private
 from pcgsvc.capture.sources import Comparison, Step, UnstitchableError
-from pcgsvc.cuda_driver import Composition, Driver, Launch, UnpatchableError
+from pcgsvc.cuda_driver import Composition, Copy, Driver, DriverError, Launch, UnpatchableError
 
 _RUNS, _LONG_US = 3, 2000.0
 """Steps back to back by which two ways to replay are compared; of long ones, one: an entry's build
@@ -37,15 +37,33 @@ class CudaComposer:
 
     def __init__(self, driver: Driver, device: torch.device) -> None:
         self._driver, self._device = driver, device
+        self._alone: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def address(self, tensor: torch.Tensor) -> int:
         """See `Composer.address`."""
         return tensor.data_ptr()
 
-    def compose(self, parts: Sequence[Step | Launch]) -> CudaComposed:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy | None:
+        """See `Composer.copy`; among several processes graphs of collectives stay torch's own."""
+        if _has_group():
+            return None
+        where, from_host = (target.data_ptr(), source.data_ptr(), target.nbytes), not source.is_cuda
+        return Copy(self._driver, *where, from_host=from_host)
+
+    def compose(self, parts: Sequence[Step | Launch | Copy]) -> CudaComposed:
         """See `Composer.compose`; the graphs of segments are copied."""
-        handles = [p if isinstance(p, Launch) else _captured(p).raw_cuda_graph() for p in parts]
+        handles = [p if isinstance(p, (Launch, Copy)) else self._handle(p) for p in parts]
         return CudaComposed(Composition(self._driver, handles), self._device.index)
+
+    def keep_alone(self, replay: Step) -> None:
+        """Have a segment that draws random numbers replayed by torch, which sets their state."""
+        self._alone.add(_captured(replay))
+
+    def _handle(self, replay: Step) -> int:
+        graph = _captured(replay)
+        if graph in self._alone:
+            raise DriverError("a segment draws random numbers, whose state torch sets at a replay")
+        return int(graph.raw_cuda_graph())
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -63,7 +81,7 @@ class CudaComposer:
         A captured stream that torch does not know of also refuses to draw random numbers, whose
         state no replay would set.
         """
-        if distributed.is_available() and distributed.is_initialized():
+        if _has_group():
             # A collective's parameters lie in memory that its library frees with the graph.
             raise UnstitchableError("it has no launch plan, and may call other processes")
         try:
@@ -115,6 +133,10 @@ class CudaComposed:
         if patched:
             self._made.upload(stream)
         self._made.launch(stream)
+
+
+def _has_group() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def _captured(replay: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from pcgsvc import torch_private
 from pcgsvc.capture.sources import Comparison, Step
-from pcgsvc.cuda_driver import Launch
+from pcgsvc.cuda_driver import Copy, Launch
 from pcgsvc.errors import CaptureError
 from pcgsvc.ops.breaks import HOST_READS
 from pcgsvc.program.program import CompiledPiece
@@ -168,9 +168,12 @@ class RecordedComposer:
         """See `Composer.address`; a recorded launch takes tensors."""
         return tensor
 
-    def compose(self, parts: Sequence[Step | Launch]) -> RecordedComposed:
-        """See `Composer.compose`."""
-        return RecordedComposed(parts)
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Composer.copy`: nothing is launched."""
+
+    def compose(self, parts: Sequence[Step | Launch | Copy]) -> RecordedComposed:
+        """See `Composer.compose`; there are no copies."""
+        return RecordedComposed([part for part in parts if not isinstance(part, Copy)])
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
         """See `Composer.aside`."""

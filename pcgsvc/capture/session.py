@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
 from pcgsvc.capture.bridges import BoundResults, Step
+from pcgsvc.capture.call_copies import CallCopies
 from pcgsvc.capture.sources import Boundary, Composer
 from pcgsvc.capture.stitch import Joined
 from pcgsvc.errors import CaptureError
@@ -47,8 +48,8 @@ class Engine(Protocol):
     name: str
 
     @property
-    def composer(self) -> Composer | str | None:
-        """What joins segments and splitting ops, or why nothing does; None: nobody asks."""
+    def composer(self) -> Composer | str:
+        """What joins segments, splitting ops and copies, or why nothing does."""
 
     def begin(self) -> None:
         """Start capturing a segment."""
@@ -120,6 +121,8 @@ class Entry:
     """Recorded graphs: memory that the segments allocated, for `debug.poison`."""
     joined: Joined | None = None
     """How its pieces are replayed; None: it is one full graph."""
+    copies: CallCopies | None = None
+    """The same steps with a call's copies in them; None: calls make their copies themselves."""
 
     @property
     def calls(self) -> Sequence[Step]:

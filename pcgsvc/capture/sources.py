@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from pcgsvc.cuda_driver import Launch
+from pcgsvc.cuda_driver import Copy, Launch
 from pcgsvc.ops.context import ForwardContext, current_context
 from pcgsvc.ops.registry import PlanLaunches
 from pcgsvc.program.program import tensors_in
@@ -72,8 +72,11 @@ class Composer(Protocol):
     def address(self, tensor: torch.Tensor) -> Any:
         """Return what an argument of a launch is for a tensor that may be another next time."""
 
-    def compose(self, parts: Sequence[Step | Launch]) -> Composed:
-        """Join segments, given as what replays them alone, and kernels.
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy | None:
+        """Return a copy of a tensor's bytes, to be among the parts; None: it would gain nothing."""
+
+    def compose(self, parts: Sequence[Step | Launch | Copy]) -> Composed:
+        """Join segments, given as what replays them alone, kernels and copies.
 
         Raises:
             DriverError: the device refuses a part; as nodes do when they are patched.

@@ -305,14 +305,30 @@ class StepBuffers:
         them are."""
         self._tables: Ints | None = None
         """The block tables that were; they cannot be written to."""
+        self._next_tables: Ints | None = None
+        """Those that are there once what is staged has been copied."""
 
     @property
     def num_bytes(self) -> int:
         """Device memory of all fields together."""
         return self._device.nbytes
 
-    def fill(self, batch: CheckedBatch, padded_tokens: int) -> None:
-        """Write one step's metadata; on CUDA the copy is queued on the current stream."""
+    @property
+    def copied(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The device's memory and the host's that it is copied from; none on the host."""
+        return [] if self._staging is None else [(self._device, self._staging.pinned)]
+
+    @property
+    def staged(self) -> tuple[int, int]:
+        """Address and bytes of the last step's metadata on the host; read by whoever copies it."""
+        assert self._staging is not None, "metadata on the host is not copied"
+        return self._staging.staged
+
+    def fill(self, batch: CheckedBatch, padded_tokens: int, *, stage: bool = False) -> None:
+        """Write one step's metadata; on CUDA the copy is queued on the current stream.
+
+        With `stage`, the caller queues that copy, of `staged`, and tells `sent`.
+        """
         _, slots, _, kv_lens, _, seqs, tables = self._fields
         true, reqs = batch.num_tokens, len(batch.query_lens)
         if self._layout != (padded_tokens, batch.query_lens):
@@ -322,14 +338,21 @@ class StepBuffers:
         if batch.slot_mapping is not None:
             slots[:true] = batch.slot_mapping
         used, given, before = self._table_start, batch.block_tables, self._tables
-        self._tables = None
+        self._tables, self._next_tables = None, given
         if given is not None and given is not before:
             width = min(given.shape[1], self._width)
             tables[:reqs, :width] = given[:, :width]
             used += reqs * self._width
         if self._staging is not None:
-            self._staging.copy(self._flat[:used])
-        self._tables = given
+            self._staging.stage(self._flat[:used])
+            if stage:
+                return
+            self._staging.send()
+        self.sent()
+
+    def sent(self) -> None:
+        """Note that the copy of what is staged has been queued."""
+        self._tables = self._next_tables
 
     def _write_layout(self, batch: CheckedBatch, padded_tokens: int) -> None:
         """Write what the query lengths and the padded size decide."""
@@ -383,27 +406,38 @@ class _Staging:
 
     def __init__(self, target: torch.Tensor, half: int) -> None:
         self._target, self._half, self._at, self._end = target, half, 0, half
-        self._pinned = torch.zeros(2 * half, dtype=torch.int32, pin_memory=True)
+        self.pinned = torch.zeros(2 * half, dtype=torch.int32, pin_memory=True)
+        self._address = self.pinned.data_ptr()
+        self.staged = (self._address, target.nbytes)
+        """Address and bytes of what was staged last."""
         self._done = {end: torch.cuda.Event() for end in (half, 2 * half)}
         """By a half's end: when the copies from it are done."""
         self._views: dict[tuple[int, int], tuple[Any, torch.Tensor, torch.Tensor]] = {}
-        """By start and length: pinned memory for numpy and for torch, and where it goes."""
+        """By address and bytes: pinned memory for numpy and for torch, and where it goes."""
 
-    def copy(self, source: npt.NDArray[np.int32]) -> None:
-        """Queue a copy to the start of the target on the current stream."""
+    def stage(self, source: npt.NDArray[np.int32]) -> None:
+        """Write to the host's memory what is to be copied to the start of the target.
+
+        The copy is to be queued before the next call, on a stream that the next call's waits for.
+        """
         count = len(source)
         if self._at + count > self._end:
             self._done[self._end].record()
             self._end = 3 * self._half - self._end
             self._at = self._end - self._half
             self._done[self._end].synchronize()
-        views = self._views.get((self._at, count))
+        staged = self._address + 4 * self._at, 4 * count
+        views = self._views.get(staged)
         if views is None:
             if len(self._views) >= self.MAX_VIEWS:
                 self._views.clear()
-            pinned = self._pinned[self._at : self._at + count]
-            views = self._views[self._at, count] = pinned.numpy(), pinned, self._target[:count]
-        host, pinned, target = views
+            pinned = self.pinned[self._at : self._at + count]
+            views = self._views[staged] = pinned.numpy(), pinned, self._target[:count]
+        views[0][:] = source
         self._at += count
-        host[:] = source
+        self.staged = staged
+
+    def send(self) -> None:
+        """Queue the copy on the current stream."""
+        _, pinned, target = self._views[self.staged]
         target.copy_(pinned, non_blocking=True)

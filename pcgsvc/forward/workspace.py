@@ -72,7 +72,10 @@ class Workspace:
         self._padded: Load | None = None
         """The last load; the padding rows that it left zero are zero still."""
         self._step: _Step | None = None
-        self._plans = attention is not None and type(attention).plan is not AttentionBackend.plan
+        self._next_step: _Step | None = None
+        """What becomes of it once what is staged has been copied."""
+        self.plans = attention is not None and type(attention).plan is not AttentionBackend.plan
+        """Whether the attention does something with a step's metadata before its launches."""
 
     def step_buffers(self, max_tokens: int, max_reqs: int) -> StepBuffers:
         """Return metadata buffers of another size, for a call that fits no captured entry."""
@@ -147,22 +150,32 @@ class Workspace:
         uniform_query_len: int | None = None,
         *,
         in_full_graph: bool = False,
+        stage: bool = False,
     ) -> ForwardContext:
         """Fill the metadata of one step, have the attention plan it, and return its context.
 
-        Nothing is done anew for the same batch twice in a row, where no attention plans.
+        Nothing is done anew for the same batch twice in a row, where no attention plans. With
+        `stage`, for attention that plans nothing, the caller copies `step.staged` and tells `sent`.
         """
         last, kind = self._step, (size, uniform_query_len, in_full_graph)
         if last is not None and last.batch is batch and last.kind == kind:
             return last.context
-        self._step = None
-        self.step.fill(batch, size)
+        self._step = self._next_step = None
+        self.step.fill(batch, size, stage=stage)
         context = self.step.context(
             batch, size, self.attention, uniform_query_len, in_full_graph=in_full_graph
         )
-        if not self._plans:
-            self._step = _Step(batch, kind, context)
+        if not self.plans:
+            self._next_step = _Step(batch, kind, context)
+        if not stage:
+            self._step, self._next_step = self._next_step, None
         return self._planned(context)
+
+    def sent(self) -> None:
+        """Note that what `context` staged has been copied."""
+        if self._next_step is not None:
+            self.step.sent()
+            self._step, self._next_step = self._next_step, None
 
     def unpadded_context(self, batch: CheckedBatch) -> ForwardContext:
         """Return a context without padding; buffers of its own if the static ones are short."""
@@ -202,7 +215,7 @@ class Workspace:
         stream, self.stream = self.stream, None
         BUILD_LOCK.give_stream(stream)
         self.attention, self.step = None, None  # type: ignore[assignment]
-        self._step = self._padded = None
+        self._step = self._next_step = self._padded = None
         for held in (self.tensors, self.buffers, self._views, self._loads):
             held.clear()
 

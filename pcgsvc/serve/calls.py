@@ -17,7 +17,9 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import EntryKey
+from pcgsvc.capture.sources import Step
 from pcgsvc.config import Config, Outputs
+from pcgsvc.cuda_driver import DriverError
 from pcgsvc.errors import BatchError, PcgError
 from pcgsvc.forward.batch import (
     Batch,
@@ -259,36 +261,63 @@ class Calls:
     ) -> Any:
         if route is not None and unlike is None:
             given = self._inputs.apart(values) if self.lends else values
-            self.memory.copy_in(given, route.load)
-            context = self.context(batch, route) if self.model.reads_metadata else None
-            self.replay(route, context)
-            results = route.results.copy()
+            results = self._run_with_copies(route, given, batch)
+            if results is None:
+                self.memory.copy_in(given, route.load)
+                context = self.context(batch, route) if self.model.reads_metadata else None
+                self.replay(route, context, route.replay.steps)
+                results = self._clone(route.results)
         elif unlike is None and self.dispatch.is_valid(batch.num_tokens):
-            results = self._run_uncaptured(values, batch)
+            results = self._clone(self._run_uncaptured(values, batch))
         else:
             return self._run_itself(values, batch)
-        if len(self._cloned) == 1:
-            at = self._cloned[0]
-            results[at] = results[at].clone()
-        elif self._cloned:
-            clone_all(results, self._cloned)
         return self.model.outputs.build(results, values)
 
-    def context(self, batch: CheckedBatch, route: Route) -> ForwardContext:
-        """Fill in a step's metadata and return its context."""
+    def _run_with_copies(
+        self, route: Route, values: Sequence[torch.Tensor], batch: CheckedBatch
+    ) -> list[torch.Tensor] | None:
+        """Run an entry whose graphs make the call's copies; None: they do not, and nothing ran."""
+        copies, memory, context = route.copies, self.memory, None
+        if copies is None or self.poison or not copies.take(values):
+            return None
+        memory.pad(route.load)
+        if self.model.reads_metadata:
+            context = self.context(batch, route, stage=copies.stages)
+        try:
+            results = copies.set(values)
+        except DriverError as error:
+            logger.info("%s: copies are made outside of its graphs: %s", route.name, error)
+            route.copies = None
+            return None
+        self.replay(route, context, copies.steps)
+        memory.sent()
+        return results or self._clone(route.results)
+
+    def _clone(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return results, with those that the caller shall own copied."""
+        found = list(results)
+        if len(self._cloned) == 1:
+            at = self._cloned[0]
+            found[at] = found[at].clone()
+        elif self._cloned:
+            clone_all(found, self._cloned)
+        return found
+
+    def context(self, batch: CheckedBatch, route: Route, *, stage: bool = False) -> ForwardContext:
+        """Fill in a step's metadata, or stage it, and return its context."""
         replay = route.replay
         return self.memory.context(
-            batch, replay.size, replay.query_len, in_full_graph=replay.is_full
+            batch, replay.size, replay.query_len, in_full_graph=replay.is_full, stage=stage
         )
 
-    def replay(self, route: Route, context: ForwardContext | None) -> None:
+    def replay(self, route: Route, context: ForwardContext | None, steps: Sequence[Step]) -> None:
         """Run the steps of an entry over what is in the buffers."""
         if self.poison:
             poison_others(self.table, route.replay.entry)
         route.calls += 1
         token = None if context is None else set_context(context)
         try:
-            for step in route.replay.steps:
+            for step in steps:
                 step()
         finally:
             if token is not None:

@@ -134,7 +134,7 @@ class PreparedCall:
 
     def _replay(self) -> Any:
         self._take()
-        self._calls.replay(self._route, self._context)
+        self._calls.replay(self._route, self._context, self._route.replay.steps)
         return self.results
 
     def _take(self) -> None:

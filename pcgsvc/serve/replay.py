@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.capture.call_copies import CallCopies
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import EntryKey
 from pcgsvc.capture.session import Entry
 from pcgsvc.config import Mode
+from pcgsvc.forward.batch import StepBuffers
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.program.model import CompiledModel
 
@@ -35,7 +37,18 @@ class Replay:
 class Route:
     """How calls of one row count and kind are served: looked up once, and counted here."""
 
-    __slots__ = ("calls", "hits", "load", "name", "replay", "results", "rows", "size", "uniform")
+    __slots__ = (
+        "calls",
+        "copies",
+        "hits",
+        "load",
+        "name",
+        "replay",
+        "results",
+        "rows",
+        "size",
+        "uniform",
+    )
 
     def __init__(
         self, replay: Replay, model: CompiledModel, memory: Workspace, rows: int, uniform: bool
@@ -46,8 +59,77 @@ class Route:
         self.load = memory.plan_load(rows, replay.size)
         self.results = whole if rows == replay.size else model.outputs.cut(whole, rows)
         """Views of the true rows of the entry's results."""
+        self.copies: RouteCopies | None = None
+        """The call's copies inside the entry's graphs; None: they are made around them."""
+        made, targets = replay.entry.copies, self.load.targets
+        if made is not None and all(t.is_contiguous() for t in [*targets, *self.results]):
+            self.copies = RouteCopies(made, targets, self.results, memory.step)
         self.calls = self.hits = 0
         """Calls that took it, and those whose replay came to its end."""
+
+
+class RouteCopies:
+    """The copies of calls of one row count as parts of an entry's graphs; used under the lock.
+
+    Args:
+        made: the entry's.
+        targets: true rows of the input buffers, in one piece each.
+        results: true rows of the entry's results, likewise.
+        step: where metadata is.
+    """
+
+    def __init__(
+        self,
+        made: CallCopies,
+        targets: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        step: StepBuffers,
+    ) -> None:
+        self.steps, self.stages = made.steps, bool(made.metadata)
+        """What replays the entry, and whether it copies staged metadata."""
+        self._step, self._device = step, targets[0].get_device()
+        metadata = step.copied if self.stages else []
+        pairs = zip(made.metadata, metadata, strict=True)
+        self._metadata = [(copy, target.data_ptr()) for copy, (target, _) in pairs]
+        self._inputs = [
+            (copy, t.data_ptr(), t.nbytes) for copy, t in zip(made.inputs, targets, strict=True)
+        ]
+        sources = results if made.results else []
+        self._results = [
+            (copy, t, t.data_ptr(), t.nbytes) for copy, t in zip(made.results, sources, strict=True)
+        ]
+
+    def take(self, values: Sequence[torch.Tensor]) -> bool:
+        """Whether inputs are plain memory of the device, in one piece each."""
+        for value in values:
+            if (
+                type(value) is not torch.Tensor
+                or not value.is_contiguous()
+                or value.get_device() != self._device
+                or value.is_neg()
+                or not value.data_ptr()
+            ):
+                return False
+        return True
+
+    def set(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Have the next replay copy these inputs, and metadata that is staged.
+
+        Returns:
+            Memory that the replay copies its results to, the caller's own; none where it does not.
+
+        Raises:
+            DriverError: the driver refuses some memory; other copies may be set already.
+        """
+        for (copy, target, size), value in zip(self._inputs, values, strict=True):
+            copy.set(target, value.data_ptr(), size)
+        for copy, target in self._metadata:
+            copy.set(target, *self._step.staged)
+        made = []
+        for copy, result, source, size in self._results:
+            made.append(new := torch.empty_like(result))
+            copy.set(new.data_ptr(), source, size)
+        return made
 
 
 def input_views(table: GraphTable, memory: Workspace) -> list[int]:

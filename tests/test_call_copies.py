@@ -1,0 +1,232 @@
+"""A call's copies inside an entry's graphs: what calls give then is what they give without."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pcgsvc
+from pcgsvc.capture.call_copies import with_copies
+from pcgsvc.capture.recorded import RecordedComposer
+from pcgsvc.cuda_driver import DriverError
+
+
+@pcgsvc.splitting_op("callcopies::cut", mutates_args=("out",), zeroes_padding=True)
+def cut(x: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mul(x, 2, out=out)
+
+
+class Model(nn.Module):
+    """Two inputs of two dtypes, two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.lin(x) + ids[:, None]
+        out = torch.empty_like(h)
+        torch.ops.callcopies.cut(h, out)
+        return out.relu(), ids * 3
+
+
+class MovedBytes:
+    """A copy in Python: what a node of a CUDA graph does."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.where, self.sets = (target.data_ptr(), source.data_ptr(), target.nbytes), 0
+        self.refuses = False
+
+    def set(self, *where: int) -> None:
+        if self.refuses:
+            raise DriverError("cuGraphExecMemcpyNodeSetParams: no such memory")
+        self.sets += where != self.where
+        self.where = where  # type: ignore[assignment]
+
+    def __call__(self) -> None:
+        ctypes.memmove(*self.where)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[MovedBytes]:
+    """Have recorded graphs make the calls' copies; return those of the runners that are built."""
+    made: list[MovedBytes] = []
+
+    def copy(self: Any, target: torch.Tensor, source: torch.Tensor) -> MovedBytes:
+        made.append(MovedBytes(target, source))
+        return made[-1]
+
+    monkeypatch.setattr(RecordedComposer, "copy", copy)
+    return made
+
+
+def build(*words: str) -> pcgsvc.Runner:
+    torch.manual_seed(0)
+    module = Model().eval().requires_grad_(False)
+    config = pcgsvc.load_config(["cache.mode=off", "capture.sizes=[2,8]", "device=cpu", *words])
+    example = {"x": torch.randn(3, 4), "ids": torch.arange(3)}
+    return pcgsvc.build_runner(module, example, dynamic_dims={"x": 0, "ids": 0}, config=config)
+
+
+@pytest.fixture(params=["mode=full", "mode=piecewise"])
+def runner(request: Any, copies: list[MovedBytes]) -> Iterator[pcgsvc.Runner]:
+    with build(request.param, "capture.replay=pieces") as built:
+        yield built
+
+
+def given(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 4), torch.randint(0, 9, (rows,))
+
+
+def addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors}
+
+
+def held(runner: pcgsvc.Runner) -> set[int]:
+    return addresses(t for entry in runner.table.entries.values() for t in entry.outputs)
+
+
+def check(runner: pcgsvc.Runner, x: torch.Tensor, ids: torch.Tensor) -> Any:
+    results = runner(x, ids)
+    for got, wanted in zip(results, runner.model.module(x, ids), strict=True):
+        torch.testing.assert_close(got, wanted)
+        assert got.shape == wanted.shape
+        assert got.is_contiguous()
+    return results
+
+
+def test_calls_of_all_row_counts_in_turn_are_right_and_own_their_results(
+    runner: pcgsvc.Runner, copies: list[MovedBytes]
+) -> None:
+    kept = []
+    for rows in (8, 5, 1, 2, 7, 8, 1, 3, 8):
+        x, ids = given(rows)
+        kept.append((x, ids, check(runner, x, ids)))
+    assert sum(copy.sets for copy in copies) > 30
+    for x, ids, results in kept:
+        for got, wanted in zip(results, runner.model.module(x, ids), strict=True):
+            torch.testing.assert_close(got, wanted)
+    buffers = {b.untyped_storage().data_ptr() for b in runner.memory.buffers.values()}
+    held = {
+        t.untyped_storage().data_ptr() for e in runner.table.entries.values() for t in e.outputs
+    }
+    for _, _, results in kept:
+        assert not {t.untyped_storage().data_ptr() for t in results} & (buffers | held)
+
+
+def test_the_same_inputs_again_are_not_set_again(
+    runner: pcgsvc.Runner, copies: list[MovedBytes]
+) -> None:
+    x, ids = given(8)
+    check(runner, x, ids)
+    before = [copy.sets for copy in copies]
+    x.add_(1)  # the memory is the same, its content is not
+    first = check(runner, x, ids)
+    second = check(runner, x, ids)
+    assert all(a is not b for a, b in zip(first, second, strict=True))
+    again = [copy.sets - old for copy, old in zip(copies, before, strict=True)]
+    assert max(again) == 2
+    assert again.count(0) == len(again) - 2
+
+
+@pytest.mark.parametrize("kind", ["turned", "every other row", "negated", "an own subclass"])
+def test_inputs_that_are_no_plain_memory_are_copied_around_the_graphs(
+    runner: pcgsvc.Runner, copies: list[MovedBytes], kind: str
+) -> None:
+    x, ids = given(4)
+    if kind == "turned":
+        x = x.t()
+    elif kind == "every other row":
+        x = torch.randn(8, 4)[::2]
+    elif kind == "negated":
+        x = torch.randn(4, 4, dtype=torch.complex64).conj().imag
+        x = torch.as_strided(x, (4, 1), (2, 1)).expand(4, 4)
+        assert x.is_neg()
+    else:
+        x = nn.Parameter(x, requires_grad=False)
+    before = sum(copy.sets for copy in copies)
+    check(runner, x, ids)
+    assert sum(copy.sets for copy in copies) == before
+    check(runner, *given(4))
+    assert sum(copy.sets for copy in copies) > before
+
+
+def test_a_prepared_call_in_between_has_its_own_inputs(runner: pcgsvc.Runner) -> None:
+    prepared = runner.prepare(5)
+    for _ in range(3):
+        check(runner, *given(8))
+        x, ids = given(5)
+        prepared.update()
+        prepared.inputs["x"].copy_(x)
+        prepared.inputs["ids"].copy_(ids)
+        for got, wanted in zip(prepared.step(), runner.model.module(x, ids), strict=True):
+            torch.testing.assert_close(got, wanted)
+        check(runner, prepared.inputs["x"], prepared.inputs["ids"])
+
+
+def test_memory_that_the_driver_refuses_is_copied_around_the_graphs_from_then_on(
+    runner: pcgsvc.Runner, copies: list[MovedBytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    check(runner, *given(5))
+    for copy in copies:
+        copy.refuses = True
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            check(runner, *given(5))
+    assert [r.message for r in caplog.records if "copies are made outside" in r.message] != []
+    assert len([r for r in caplog.records if "copies are made outside" in r.message]) == 1
+    assert runner.stats()["hits"] == {next(iter(runner.stats()["hits"])): 3}
+
+
+def test_poisoned_steps_and_views_of_results_are_right(copies: list[MovedBytes]) -> None:
+    with build("mode=full", "debug.poison=true") as runner:
+        for rows in (8, 2, 5):
+            check(runner, *given(rows))
+        assert sum(copy.sets for copy in copies) == 0
+    copies.clear()
+    with build("mode=full", "outputs=view") as runner:
+        for rows in (8, 2, 5):
+            results = check(runner, *given(rows))
+            held = {
+                t.untyped_storage().data_ptr()
+                for e in runner.table.entries.values()
+                for t in e.outputs
+            }
+            assert {t.untyped_storage().data_ptr() for t in results} <= held
+        assert len(copies) == 4
+        assert sum(copy.sets for copy in copies) > 0
+
+
+def test_a_boundary_at_either_end_leaves_its_copies_a_step_of_their_own() -> None:
+    ran: list[str] = []
+    steps = [(partial(ran.append, name), name == "segment") for name in ("op", "segment", "op")]
+
+    class Composer(RecordedComposer):
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+            return partial(ran.append, "copy")
+
+    found = with_copies(steps, Composer(), [torch.ones(2)], [], [torch.ones(2)])
+    assert found is not None
+    for step in found.steps:
+        step()
+    assert ran == ["copy", "op", "segment", "op", "copy"]
+    assert len(found.steps) == 5
+
+
+@pytest.mark.parametrize("odd", ["empty", "turned", "complex", "many", "none"])
+def test_what_no_copy_node_can_do_stays_outside(odd: str, copies: list[MovedBytes]) -> None:
+    tensors = {
+        "empty": [torch.ones(0, 2)],
+        "turned": [torch.ones(3, 2).t()],
+        "complex": [torch.ones(2, dtype=torch.complex64)],
+        "many": [torch.ones(2)] * 5,
+        "none": [],
+    }[odd]
+    step: Any = (lambda: None, True)
+    assert with_copies([step], RecordedComposer(), tensors, [], []) is None
