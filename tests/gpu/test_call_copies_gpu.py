@@ -124,7 +124,7 @@ def test_segments_that_draw_random_numbers_draw_others_at_each_call(words: list[
             return super().forward(x + torch.rand_like(x), ids)
 
     example = {"x": torch.randn(3, WIDTH).cuda(), "ids": torch.arange(3).cuda()}
-    made = ["cache.mode=off", "compiler=eager", "capture.sizes=[4]", "capture.self_check=off"]
+    made = ["cache.mode=off", "compiler=eager", "capture.sizes=[4]", "capture.self_check=false"]
     config = pcgsvc.load_config([*made, "dtype=float32", *words])
     module = Noisy().cuda().eval().requires_grad_(False)
     dims = {"x": 0, "ids": 0}
