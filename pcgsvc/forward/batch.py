@@ -324,11 +324,15 @@ class StepBuffers:
         assert self._staging is not None, "metadata on the host is not copied"
         return self._staging.staged
 
-    def fill(self, batch: CheckedBatch, padded_tokens: int, *, stage: bool = False) -> None:
-        """Write one step's metadata; on CUDA the copy is queued on the current stream.
+    def fill(self, batch: CheckedBatch, padded_tokens: int) -> None:
+        """Write one step's metadata; on CUDA the copy is queued on the current stream."""
+        self.stage(batch, padded_tokens)
+        if self._staging is not None:
+            self._staging.send()
+        self.sent()
 
-        With `stage`, the caller queues that copy, of `staged`, and tells `sent`.
-        """
+    def stage(self, batch: CheckedBatch, padded_tokens: int) -> None:
+        """Write one step's metadata on the host, for whoever copies `staged` and tells `sent`."""
         _, slots, _, kv_lens, _, seqs, tables = self._fields
         true, reqs = batch.num_tokens, len(batch.query_lens)
         if self._layout != (padded_tokens, batch.query_lens):
@@ -345,10 +349,6 @@ class StepBuffers:
             used += reqs * self._width
         if self._staging is not None:
             self._staging.stage(self._flat[:used])
-            if stage:
-                return
-            self._staging.send()
-        self.sent()
 
     def sent(self) -> None:
         """Note that the copy of what is staged has been queued."""

@@ -161,7 +161,10 @@ class Workspace:
         if last is not None and last.batch is batch and last.kind == kind:
             return last.context
         self._step = self._next_step = None
-        self.step.fill(batch, size, stage=stage)
+        if stage:
+            self.step.stage(batch, size)
+        else:
+            self.step.fill(batch, size)
         context = self.step.context(
             batch, size, self.attention, uniform_query_len, in_full_graph=in_full_graph
         )
