@@ -188,15 +188,15 @@ class CapturedGraph:
             self._driver.call("cuGraphExecDestroy", executable)  # once what is under way is done
 
 
-_INTS = {
-    size: struct.Struct(code).pack_into
-    for size, code in ((1, "<b"), (2, "<h"), (4, "<i"), (8, "<q"))
-}
-_UNSIGNED = {
-    size: struct.Struct(code).pack_into
-    for size, code in ((1, "<B"), (2, "<H"), (4, "<I"), (8, "<Q"))
-}
-_FLOATS = {size: struct.Struct(code).pack_into for size, code in ((2, "<e"), (4, "<f"), (8, "<d"))}
+Packed = list[tuple[int, int, bytes]]
+"""What some parameters of a kernel become: (begin, end, content) in its parameters' memory."""
+
+
+def _packers(codes: str) -> dict[int, Callable[[Any], bytes]]:
+    return {struct.calcsize("<" + code): struct.Struct("<" + code).pack for code in codes}
+
+
+_INTS, _UNSIGNED, _FLOATS = map(_packers, ("bhiq", "BHIQ", "efd"))
 
 
 class KernelParams:
@@ -216,7 +216,8 @@ class KernelParams:
         self._layout = layout = driver.layout(launch.function)
         self._bytes = sum(layout[-1]) if layout else 0
         self._memory = (ctypes.c_char * max(1, self._bytes))()
-        self._base = base = ctypes.addressof(self._memory)
+        self._view = memoryview(self._memory).cast("B")
+        base = ctypes.addressof(self._memory)
         self._addresses = (ctypes.c_void_p * max(1, len(layout)))(*(base + at for at, _ in layout))
         self.address = ctypes.addressof(self._addresses) if layout else 0
         self.fill(launch.args)
@@ -228,16 +229,22 @@ class KernelParams:
             raise DriverError(
                 f"a launch has {len(given)} arguments, its kernel {len(self._layout)} parameters"
             )
-        ctypes.memset(self._base, 0, self._bytes)
-        self.write(list(enumerate(given)))
+        self._view[:] = bytes(len(self._view))
+        self.write(self.pack(list(enumerate(given))))
 
-    def write(self, args: Sequence[tuple[int, Any]]) -> None:
-        """Write some arguments, given as (position, value)."""
+    def write(self, packed: Packed) -> None:
+        """Write some arguments."""
+        for begin, end, content in packed:
+            self._view[begin:end] = content
+
+    def pack(self, args: Sequence[tuple[int, Any]]) -> Packed:
+        """Return what some arguments, given as (position, value), become."""
+        packed: Packed = []
         for position, value in args:
             at, size = self._layout[position]
             kind = type(value)
             if kind is bytes and len(value) == size:
-                ctypes.memmove(self._base + at, value, size)
+                packed.append((at, at + size, value))
                 continue
             if kind is not int and isinstance(value, torch.Tensor):
                 value, kind = value.data_ptr(), int
@@ -245,12 +252,13 @@ class KernelParams:
             if kind is int and value >> (8 * size - 1) > 0:
                 packs = _UNSIGNED
             try:
-                packs[size](self._memory, at, value)
+                packed.append((at, at + size, packs[size](value)))
             except (KeyError, struct.error) as error:
                 raise DriverError(
                     f"argument {position} of a launch is {value!r}, the kernel's parameter has "
                     f"{size} bytes"
                 ) from error
+        return packed
 
 
 class KernelNode:
@@ -282,12 +290,16 @@ class KernelNode:
         self._describe(launch)
         self._patch()
 
-    def change(self, grid: tuple[int, int, int] | None, args: Sequence[tuple[int, Any]]) -> None:
+    def pack(self, args: Sequence[tuple[int, Any]]) -> Packed:
+        """Return some arguments as `change` takes them, of any node that launches this kernel."""
+        return self._params.pack(args)
+
+    def change(self, grid: tuple[int, int, int] | None, packed: Packed) -> None:
         """Have the next replay use another grid (None: the same) and some other arguments."""
         if grid is not None:
             fields = self.fields
             fields.gridDimX, fields.gridDimY, fields.gridDimZ = grid
-        self._params.write(args)
+        self._params.write(packed)
         self._patch()
 
     def enable(self, enabled: bool) -> None:

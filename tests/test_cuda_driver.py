@@ -103,13 +103,13 @@ def test_a_node_is_patched_before_the_launch_and_only_then() -> None:
     device = Device()
     made = Composition(device.driver, [device.launch(1, 2, 0.5), device.launch(9, 9, 9.0)])
     device.fake.names()
-    made.nodes[0].change((3, 1, 1), [(1, 8)])
+    made.nodes[0].change((3, 1, 1), made.nodes[0].pack([(1, 8)]))
     made.nodes[1].enable(False)
     made.upload(7)
     made.launch(7)
     assert device.ran == [((3, 1, 1), 1, 8, 0.5)]
     made.nodes[1].enable(True)
-    made.nodes[1].change(None, [(0, 4), (2, 2.5)])
+    made.nodes[1].change(None, made.nodes[1].pack([(0, 4), (2, 2.5)]))
     made.launch(7)
     assert device.ran[1:] == [((3, 1, 1), 1, 8, 0.5), ((1, 1, 1), 4, 9, 2.5)]
     patch = ["cuGraphExecKernelNodeSetParams", "cuGraphNodeSetEnabled"]
@@ -138,7 +138,7 @@ def test_arguments_are_packed_by_the_sizes_that_the_kernel_has() -> None:
     made.launch(7)
     wanted = (-1, -2, -3, tensor.data_ptr(), 0.5, 0.25, 2**64 - 1, 2**32 - 1)
     assert device.ran == [((1, 1, 1), *wanted)]
-    made.nodes[0].change(None, [(2, struct.pack("<i", 77))])
+    made.nodes[0].change(None, made.nodes[0].pack([(2, struct.pack("<i", 77))]))
     made.launch(7)
     assert device.ran[1][3] == 77
 
@@ -177,7 +177,7 @@ def test_a_refused_patch_is_an_error_and_changes_nothing() -> None:
     device = Device()
     made = Composition(device.driver, [device.launch(1, 2, 0.5)])
     with pytest.raises(DriverError, match=r"SetParams: CUDA_ERROR_INVALID_VALUE"):
-        made.nodes[0].change((0, 1, 1), [])
+        made.nodes[0].change((0, 1, 1), made.nodes[0].pack([]))
     made.launch(7)
     assert device.ran == [((1, 1, 1), 1, 2, 0.5)]
 

@@ -221,9 +221,13 @@ class RecordedNode:
         """See `Node.set`."""
         self._launch = launch
 
-    def change(self, grid: tuple[int, int, int] | None, args: Sequence[tuple[int, Any]]) -> None:
+    def pack(self, args: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Any]]:
+        """See `Node.pack`."""
+        return args
+
+    def change(self, grid: tuple[int, int, int] | None, packed: Sequence[tuple[int, Any]]) -> None:
         """See `Node.change`."""
-        new = dict(args)
+        new = dict(packed)
         values = tuple(new.get(at, value) for at, value in enumerate(self._launch.args))
         self._launch = self._launch._replace(grid=grid or self._launch.grid, args=values)
 

@@ -45,7 +45,10 @@ class Node(Protocol):
     def set(self, launch: Launch) -> None:
         """Make this launch."""
 
-    def change(self, grid: tuple[int, int, int] | None, args: Sequence[tuple[int, Any]]) -> None:
+    def pack(self, args: Sequence[tuple[int, Any]]) -> Any:
+        """Return arguments at some positions as `change` takes them, of nodes of one kernel."""
+
+    def change(self, grid: tuple[int, int, int] | None, packed: Any) -> None:
         """Use another grid (None: the same), and other arguments at some positions."""
 
     def enable(self, enabled: bool) -> None:
@@ -293,8 +296,12 @@ class Source:
         args = [(n, new) for n, (old, new) in pairs if not _equal(old, new)]
         grid = None if before.grid == launch.grid else launch.grid
         if args or grid is not None:
+            has_own, packed = any(isinstance(value, torch.Tensor) for _, value in args), None
             for member in members:
-                member.nodes[at].change(grid, member.args(args))
+                node = member.nodes[at]
+                if packed is None or has_own:
+                    packed = node.pack(member.args(args))
+                node.change(grid, packed)
 
 
 def _alike(a: Launch, b: Launch) -> bool:
