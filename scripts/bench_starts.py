@@ -119,8 +119,14 @@ def bench_sizes(device: str) -> dict[str, Any]:
     return out
 
 
-PEERS = ("raw", "trees", "vllm", "prod")
-"""Hand-made graphs, reduce-overhead, vLLM, and ourselves on the peers' model."""
+PEERS = {
+    "trees": ("trees", ""),
+    "trees_part": ("trees_part", ""),
+    "vllm": ("vllm", ""),
+    "prod": ("prod", "full"),
+    "prod_piecewise": ("prod", "piecewise"),
+}
+"""Reduce-overhead, the same with graph partition, vLLM, and ourselves on the peers' model: the system's name there, and our mode, of which a process has one runner."""
 
 
 def bench_peers(folder: Path) -> dict[str, Any]:
@@ -131,25 +137,29 @@ def bench_peers(folder: Path) -> dict[str, Any]:
         that failed, the end of what it printed.
     """
     out: dict[str, Any] = {}
-    for system in PEERS:
+    for name, (system, mode) in PEERS.items():
         with tempfile.TemporaryDirectory() as work:
             command = [sys.executable, str(folder / "side.py"), "--systems", system, "--out", work]
-            command += ["--peers", str(folder), "--build-s", "90", "--budget", "130"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            command += ["--peers", str(folder), "--build-s", "80", "--budget", "110"]
+            command += ["--rounds", "1"]
+            alone = {"SIDE_ONE": "1", "SIDE_MODES": mode} if mode else {}
+            around = {**os.environ, **alone}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=around)
             lines = (Path(work) / "side.jsonl").read_text().splitlines()
         found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
         for line in lines:
             for row in json.loads(line).get("rows", []):
                 found.setdefault((row["row"], row["n"], row["kind"]), []).append(row)
-        out[system] = {
-            f"{name} {rows} {kind}": {
+        out[name] = {
+            f"{row} {rows} {kind}": {
                 "host_us": round(statistics.median(r["host"] for r in runs), 1),
+                "host_low_us": round(statistics.median(r["p10"] for r in runs), 1),
                 "step_us": round(statistics.median(r["b2b"] for r in runs), 1),
                 "chain_us": [
                     round(end(y for r in runs for y in r["yard"]), 3) for end in (min, max)
                 ],
             }
-            for (name, rows, kind), runs in found.items()
+            for (row, rows, kind), runs in found.items()
             if kind in ("bare", "view", "clone")
         } or {"failed": done.stdout[-600:]}
     return out
