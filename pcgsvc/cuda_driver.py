@@ -58,10 +58,11 @@ class Driver:
 
     Args:
         bindings: the module `cuda.bindings.driver`; tests pass a fake.
+        nvrtc: the module `cuda.bindings.nvrtc`, likewise.
     """
 
-    def __init__(self, bindings: Any) -> None:
-        self.bindings = bindings
+    def __init__(self, bindings: Any, nvrtc: Any = None) -> None:
+        self.bindings, self._nvrtc = bindings, nvrtc
         self._layouts: dict[int, tuple[tuple[int, int], ...]] = {}
 
     def call(self, name: str, *args: Any) -> Any:
@@ -83,6 +84,41 @@ class Driver:
                 listed.append((offset, size))
             found = self._layouts[function] = tuple(listed)
         return found
+
+    def compile(self, source: str, name: str) -> int:
+        """Return the handle of a kernel of a CUDA C++ source, loaded as long as the driver is held.
+
+        Raises:
+            DriverError: NVRTC is missing or does not compile it.
+        """
+        module = self.call("cuModuleLoadData", self._compiled(source))
+        weakref.finalize(self, self.bindings.cuModuleUnload, module).atexit = False
+        return int(self.call("cuModuleGetFunction", module, name.encode()))
+
+    def _compiled(self, source: str) -> bytes:
+        """Return the code of a CUDA C++ source for the current device."""
+        kinds, parts = self.bindings.CUdevice_attribute, ("MAJOR", "MINOR")
+        wanted = [getattr(kinds, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{p}") for p in parts]
+        device = self.call("cuCtxGetDevice")
+        major, minor = (self.call("cuDeviceGetAttribute", kind, device) for kind in wanted)
+        option = f"--gpu-architecture=sm_{major}{minor}".encode()
+        try:
+            program = self._nvrtc_call("nvrtcCreateProgram", source.encode(), b"copy.cu", 0, [], [])
+            try:
+                self._nvrtc_call("nvrtcCompileProgram", program, 1, [option])
+                code = bytes(self._nvrtc_call("nvrtcGetCUBINSize", program))
+                self._nvrtc_call("nvrtcGetCUBIN", program, code)
+            finally:
+                self._nvrtc_call("nvrtcDestroyProgram", program)
+        except RuntimeError as error:  # cuda-bindings' own, where the library is missing
+            raise DriverError(f"NVRTC: {error}") from error
+        return code
+
+    def _nvrtc_call(self, name: str, *args: Any) -> Any:
+        status, *results = getattr(self._nvrtc, name)(*args)
+        if status:
+            raise DriverError(f"{name}: {status.name}")
+        return results[0] if results else None
 
     def create_stream(self) -> int:
         """Return a new stream that waits for no other; `destroy_stream` frees it."""
@@ -294,6 +330,11 @@ class KernelNode:
         """Return some arguments as `change` takes them, of any node that launches this kernel."""
         return self._params.pack(args)
 
+    def pack_words(self, words: Sequence[int]) -> Packed:
+        """Return the first arguments likewise, which are 64-bit words."""
+        content = struct.pack(f"<{len(words)}Q", *words)
+        return [(0, len(content), content)]
+
     def change(self, grid: tuple[int, int, int] | None, packed: Packed) -> None:
         """Have the next replay use another grid (None: the same) and some other arguments."""
         if grid is not None:
@@ -319,73 +360,18 @@ class KernelNode:
             raise DriverError(f"cuGraphExecKernelNodeSetParams: {status.name}")
 
 
-class Copy:
-    """A copy of a `Composition`: so many bytes, from one address to another.
-
-    Args:
-        driver: makes it.
-        target: address in the device's memory.
-        source: likewise or, with `from_host`, address in page-locked memory of the host.
-        size: bytes, at least 1.
-    """
-
-    def __init__(
-        self, driver: Driver, target: int, source: int, size: int, *, from_host: bool = False
-    ) -> None:
-        kinds = driver.bindings.CUmemorytype
-        device, host = kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_HOST
-        self._driver, self._where = driver, (target, source, size)
-        self._source = "srcHost" if from_host else "srcDevice"
-        self._fields = fields = driver.bindings.CUDA_MEMCPY3D()
-        fields.dstMemoryType, fields.srcMemoryType = device, host if from_host else device
-        fields.Height = fields.Depth = 1
-        self._describe(target, source, size)
-
-    def add(self, graph: Any, before: list[Any]) -> Any:
-        """Add it to a graph, after some nodes, and return its node."""
-        self._context = self._driver.call("cuCtxGetCurrent")
-        args = (graph, before, len(before), self._fields, self._context)
-        self._node = self._driver.call("cuGraphAddMemcpyNode", *args)
-        return self._node
-
-    def instantiated(self, executable: Any) -> None:
-        """Take the executable whose node is patched from now on."""
-        self._executable = executable
-        self._apply = self._driver.bindings.cuGraphExecMemcpyNodeSetParams
-
-    def set(self, target: int, source: int, size: int) -> None:
-        """Have the next replay copy these bytes.
-
-        Raises:
-            DriverError: the driver refuses memory of this kind; the node is as it was.
-        """
-        where = target, source, size
-        if where == self._where:
-            return
-        self._describe(target, source, size)
-        (status,) = self._apply(self._executable, self._node, self._fields, self._context)
-        if status:
-            raise DriverError(f"cuGraphExecMemcpyNodeSetParams: {status.name}")
-        self._where = where
-
-    def _describe(self, target: int, source: int, size: int) -> None:
-        fields = self._fields
-        fields.dstDevice, fields.WidthInBytes = target, size
-        setattr(fields, self._source, source)
-
-
 class Composition:
-    """An executable graph of captured graphs, kernels and copies, one after the other. Owns itself.
+    """An executable graph of captured graphs and kernels, one after the other. Owns itself.
 
     Patches hold from the next launch on: launches that are queued or running are not affected.
     Not safe across threads.
 
     Args:
         driver: makes it.
-        parts: handles of captured graphs, which are copied, kernels, and copies.
+        parts: handles of captured graphs, which are copied, and kernels.
     """
 
-    def __init__(self, driver: Driver, parts: Sequence[int | Launch | Copy]) -> None:
+    def __init__(self, driver: Driver, parts: Sequence[int | Launch]) -> None:
         self._driver = driver
         graph = driver.call("cuGraphCreate", 0)
         weakref.finalize(self, driver.call, "cuGraphDestroy", graph).atexit = False
@@ -399,8 +385,6 @@ class Composition:
                 kernel.added(driver.call("cuGraphAddKernelNode", *args))
                 self.nodes.append(kernel)
                 before = [kernel.node]
-            elif isinstance(part, Copy):
-                before = [part.add(graph, before)]
             else:
                 child = driver.bindings.CUgraph(part)
                 args = (graph, before, len(before), child)
@@ -409,9 +393,6 @@ class Composition:
         weakref.finalize(self, driver.call, "cuGraphExecDestroy", self._executable).atexit = False
         for kernel in self.nodes:
             kernel.instantiated(self._executable)
-        for part in parts:
-            if isinstance(part, Copy):
-                part.instantiated(self._executable)
 
     def upload(self, stream: int) -> None:
         """Bring patches to the device before the launch that needs them."""
@@ -432,12 +413,12 @@ def find_driver() -> Driver:
     """
     try:
         from cuda import bindings
-        from cuda.bindings import driver
+        from cuda.bindings import driver, nvrtc
     except ImportError as error:
         raise DriverError("cuda-bindings is not installed (pip install 'pcgsvc[cuda]')") from error
     if int(bindings.__version__.split(".")[0]) < 13:
         raise DriverError(f"cuda-bindings is {bindings.__version__}; 13 is needed")
-    found = Driver(driver)
+    found = Driver(driver, nvrtc)
     version = found.call("cuDriverGetVersion")
     if version < _LEAST_VERSION:
         raise DriverError(f"CUDA's driver is of version {version}; {_LEAST_VERSION} is needed")

@@ -126,7 +126,8 @@ PEERS = {
     "prod": ("prod", "full"),
     "prod_piecewise": ("prod", "piecewise"),
 }
-"""Reduce-overhead, the same with graph partition, vLLM, and ourselves on the peers' model: the system's name there, and our mode, of which a process has one runner."""
+"""Reduce-overhead, the same with graph partition, vLLM, and ourselves on the peers' model: the
+system's name there, and our mode, of which a process has one runner."""
 
 
 def bench_peers(folder: Path) -> dict[str, Any]:

@@ -160,22 +160,20 @@ class FakeBindings:
         node = FakeNode(kind, children=list(self.graphs[int(child)]))
         return self._add("cuGraphAddChildGraphNode", graph, before, count, node)
 
-    def cuCtxGetCurrent(self) -> Any:  # noqa: N802
-        return OK, real.CUcontext(1)
+    def cuCtxGetDevice(self) -> Any:  # noqa: N802
+        return OK, real.CUdevice(0)
 
-    def cuGraphAddMemcpyNode(  # noqa: N802
-        self, graph: Any, before: Any, count: int, fields: Any, context: Any
-    ) -> Any:
-        node = FakeNode(real.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY, copy=self._copied(fields))
-        return self._add("cuGraphAddMemcpyNode", graph, before, count, node)
+    def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> Any:  # noqa: N802
+        return OK, 9 if attribute.name.endswith("MAJOR") else 0
 
-    def cuGraphExecMemcpyNodeSetParams(  # noqa: N802
-        self, executable: Any, node: Any, fields: Any, context: Any
-    ) -> Any:
-        status = self._note("cuGraphExecMemcpyNodeSetParams", *self._copied(fields))
-        if not status:
-            self._copy(executable, node).copy = self._copied(fields)
-        return (status,)
+    def cuModuleLoadData(self, image: bytes) -> Any:  # noqa: N802
+        return self._note("cuModuleLoadData", image), real.CUmodule(5)
+
+    def cuModuleUnload(self, module: Any) -> Any:  # noqa: N802
+        return (self._note("cuModuleUnload"),)
+
+    def cuModuleGetFunction(self, module: Any, name: bytes) -> Any:  # noqa: N802
+        return self._note("cuModuleGetFunction", name), real.CUfunction(6)
 
     def cuGraphInstantiate(self, graph: Any, flags: int) -> Any:  # noqa: N802
         status, handle = self._note("cuGraphInstantiate"), next(self._handles)
@@ -226,18 +224,8 @@ class FakeBindings:
     def _run(self, node: FakeNode) -> None:
         for child in getattr(node, "children", ()):
             self._run(child)
-        if hasattr(node, "copy"):
-            ctypes.memmove(*node.copy)
         if node.enabled and hasattr(node, "function"):
             self.kernels[node.function].run(node.grid, *node.values)
-
-    @staticmethod
-    def _copied(fields: Any) -> tuple[int, int, int]:
-        """Return target, source and bytes of a copy in one dimension."""
-        assert (fields.Height, fields.Depth) == (1, 1)
-        on_host = fields.srcMemoryType == real.CUmemorytype.CU_MEMORYTYPE_HOST
-        source = fields.srcHost if on_host else fields.srcDevice
-        return int(fields.dstDevice), int(source), fields.WidthInBytes
 
     def _values(self, function: int, address: int) -> tuple[bytes, ...]:
         layout = self.kernels[function].layout
@@ -256,3 +244,33 @@ class FakeBindings:
             "values": self._values(function, int(fields.kernelParams)),
             "fields": fields,
         }
+
+
+class FakeNvrtc:
+    """Stands in for `cuda.bindings.nvrtc`; its code is what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails: dict[str, Any] = {}
+        self._code = b""
+
+    def _note(self, name: str, *args: Any) -> Any:
+        self.calls.append((name, *args))
+        return self.fails.get(name, OK)
+
+    def nvrtcCreateProgram(self, source: bytes, *args: Any) -> Any:  # noqa: N802
+        self._code = b"code of " + source
+        return self._note("nvrtcCreateProgram"), 3
+
+    def nvrtcCompileProgram(self, program: int, count: int, options: list[bytes]) -> Any:  # noqa: N802
+        return (self._note("nvrtcCompileProgram", *options),)
+
+    def nvrtcGetCUBINSize(self, program: int) -> Any:  # noqa: N802
+        return OK, len(self._code)
+
+    def nvrtcGetCUBIN(self, program: int, code: bytes) -> Any:  # noqa: N802
+        ctypes.memmove(code, self._code, len(code))  # as the library writes to it
+        return (self._note("nvrtcGetCUBIN"),)
+
+    def nvrtcDestroyProgram(self, program: int) -> Any:  # noqa: N802
+        return (self._note("nvrtcDestroyProgram"),)

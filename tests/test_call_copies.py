@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import pcgsvc
+from pcgsvc.capture import copy_kernel
 from pcgsvc.capture.call_copies import with_copies
-from pcgsvc.capture.recorded import RecordedComposer
-from pcgsvc.cuda_driver import DriverError
+from pcgsvc.capture.recorded import RecordedComposer, RecordedNode
+from pcgsvc.cuda_driver import DriverError, Launch
 
 
 @pcgsvc.splitting_op("callcopies::cut", mutates_args=("out",), zeroes_padding=True)
@@ -36,33 +37,22 @@ class Model(nn.Module):
         return out.relu(), ids * 3
 
 
-class MovedBytes:
-    """A copy in Python: what a node of a CUDA graph does."""
-
-    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.where, self.sets = (target.data_ptr(), source.data_ptr(), target.nbytes), 0
-        self.refuses = False
-
-    def set(self, *where: int) -> None:
-        if self.refuses:
-            raise DriverError("cuGraphExecMemcpyNodeSetParams: no such memory")
-        self.sets += where != self.where
-        self.where = where  # type: ignore[assignment]
-
-    def __call__(self) -> None:
-        ctypes.memmove(*self.where)
+Moves = list[tuple[int, ...]]
+"""(target, source, bytes) of each piece of memory that graphs copied, of one launch each."""
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[MovedBytes]:
-    """Have recorded graphs make the calls' copies; return those of the runners that are built."""
-    made: list[MovedBytes] = []
+def moves(monkeypatch: pytest.MonkeyPatch) -> Moves:
+    """Have recorded graphs make the calls' copies; return what they copied."""
+    made: Moves = []
 
-    def copy(self: Any, target: torch.Tensor, source: torch.Tensor) -> MovedBytes:
-        made.append(MovedBytes(target, source))
-        return made[-1]
+    def move(grid: tuple[int, int, int], *words: int) -> None:
+        made.append(words)
+        for at in range(0, len(words), 3):
+            ctypes.memmove(*words[at : at + 3])
 
-    monkeypatch.setattr(RecordedComposer, "copy", copy)
+    launch = Launch(move, (1, 1, 1), (1, 1, 1), 0, (0,) * 3 * copy_kernel.MOST)
+    monkeypatch.setattr(RecordedComposer, "copy_launch", lambda self, size: launch)
     return made
 
 
@@ -75,7 +65,7 @@ def build(*words: str) -> pcgsvc.Runner:
 
 
 @pytest.fixture(params=["mode=full", "mode=piecewise"])
-def runner(request: Any, copies: list[MovedBytes]) -> Iterator[pcgsvc.Runner]:
+def runner(request: Any, moves: Moves) -> Iterator[pcgsvc.Runner]:
     with build(request.param, "capture.replay=pieces") as built:
         yield built
 
@@ -102,13 +92,13 @@ def check(runner: pcgsvc.Runner, x: torch.Tensor, ids: torch.Tensor) -> Any:
 
 
 def test_calls_of_all_row_counts_in_turn_are_right_and_own_their_results(
-    runner: pcgsvc.Runner, copies: list[MovedBytes]
+    runner: pcgsvc.Runner, moves: Moves
 ) -> None:
     kept = []
     for rows in (8, 5, 1, 2, 7, 8, 1, 3, 8):
         x, ids = given(rows)
         kept.append((x, ids, check(runner, x, ids)))
-    assert sum(copy.sets for copy in copies) > 30
+    assert len(moves) == 2 * len(kept)
     for x, ids, results in kept:
         for got, wanted in zip(results, runner.model.module(x, ids), strict=True):
             torch.testing.assert_close(got, wanted)
@@ -121,23 +111,25 @@ def test_calls_of_all_row_counts_in_turn_are_right_and_own_their_results(
 
 
 def test_the_same_inputs_again_are_not_set_again(
-    runner: pcgsvc.Runner, copies: list[MovedBytes]
+    runner: pcgsvc.Runner, moves: Moves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, ids = given(8)
     check(runner, x, ids)
-    before = [copy.sets for copy in copies]
+    pack, packed = RecordedNode.pack_words, list[int]()
+    monkeypatch.setattr(
+        RecordedNode, "pack_words", lambda self, words: packed.append(id(self)) or pack(self, words)
+    )
     x.add_(1)  # the memory is the same, its content is not
     first = check(runner, x, ids)
     second = check(runner, x, ids)
-    assert all(a is not b for a, b in zip(first, second, strict=True))
-    again = [copy.sets - old for copy, old in zip(copies, before, strict=True)]
-    assert max(again) == 2
-    assert again.count(0) == len(again) - 2
+    assert not addresses(first) & addresses(second)
+    assert len(set(packed)) == 1  # of the results alone
+    assert moves[-4] == moves[-2]
 
 
 @pytest.mark.parametrize("kind", ["turned", "every other row", "negated", "an own subclass"])
 def test_inputs_that_are_no_plain_memory_are_copied_around_the_graphs(
-    runner: pcgsvc.Runner, copies: list[MovedBytes], kind: str
+    runner: pcgsvc.Runner, moves: Moves, kind: str
 ) -> None:
     x, ids = given(4)
     if kind == "turned":
@@ -150,11 +142,10 @@ def test_inputs_that_are_no_plain_memory_are_copied_around_the_graphs(
         assert x.is_neg()
     else:
         x = nn.Parameter(x, requires_grad=False)
-    before = sum(copy.sets for copy in copies)
     check(runner, x, ids)
-    assert sum(copy.sets for copy in copies) == before
+    assert moves == []
     check(runner, *given(4))
-    assert sum(copy.sets for copy in copies) > before
+    assert len(moves) == 2
 
 
 def test_a_prepared_call_in_between_has_its_own_inputs(runner: pcgsvc.Runner) -> None:
@@ -171,11 +162,13 @@ def test_a_prepared_call_in_between_has_its_own_inputs(runner: pcgsvc.Runner) ->
 
 
 def test_memory_that_the_driver_refuses_is_copied_around_the_graphs_from_then_on(
-    runner: pcgsvc.Runner, copies: list[MovedBytes], caplog: pytest.LogCaptureFixture
+    runner: pcgsvc.Runner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(self: Any, words: Any) -> Any:
+        raise DriverError("cuGraphExecKernelNodeSetParams: no such memory")
+
     check(runner, *given(5))
-    for copy in copies:
-        copy.refuses = True
+    monkeypatch.setattr(RecordedNode, "pack_words", refuse)
     with caplog.at_level("INFO"):
         for _ in range(2):
             check(runner, *given(5))
@@ -184,32 +177,26 @@ def test_memory_that_the_driver_refuses_is_copied_around_the_graphs_from_then_on
     assert runner.stats()["hits"] == {next(iter(runner.stats()["hits"])): 3}
 
 
-def test_poisoned_steps_and_views_of_results_are_right(copies: list[MovedBytes]) -> None:
+def test_poisoned_steps_and_views_of_results_are_right(moves: Moves) -> None:
     with build("mode=full", "debug.poison=true") as runner:
         for rows in (8, 2, 5):
             check(runner, *given(rows))
-        assert sum(copy.sets for copy in copies) == 0
-    copies.clear()
+        assert moves == []
     with build("mode=full", "outputs=view") as runner:
         for rows in (8, 2, 5):
             results = check(runner, *given(rows))
-            held = {
-                t.untyped_storage().data_ptr()
-                for e in runner.table.entries.values()
-                for t in e.outputs
-            }
-            assert {t.untyped_storage().data_ptr() for t in results} <= held
-        assert len(copies) == 4
-        assert sum(copy.sets for copy in copies) > 0
+            assert addresses(results) <= held(runner)
+        assert len(moves) == 3  # inputs alone
 
 
 def test_a_boundary_at_either_end_leaves_its_copies_a_step_of_their_own() -> None:
     ran: list[str] = []
     steps = [(partial(ran.append, name), name == "segment") for name in ("op", "segment", "op")]
+    launch = Launch(lambda grid: ran.append("copy"), (1, 1, 1), (1, 1, 1), 0, ())
 
     class Composer(RecordedComposer):
-        def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-            return partial(ran.append, "copy")
+        def copy_launch(self, size: int) -> Launch:
+            return launch
 
     found = with_copies(steps, Composer(), [torch.ones(2)], [], [torch.ones(2)])
     assert found is not None
@@ -220,12 +207,12 @@ def test_a_boundary_at_either_end_leaves_its_copies_a_step_of_their_own() -> Non
 
 
 @pytest.mark.parametrize("odd", ["empty", "turned", "complex", "many", "none"])
-def test_what_no_copy_node_can_do_stays_outside(odd: str, copies: list[MovedBytes]) -> None:
+def test_what_no_copy_node_can_do_stays_outside(odd: str, moves: Moves) -> None:
     tensors = {
         "empty": [torch.ones(0, 2)],
         "turned": [torch.ones(3, 2).t()],
         "complex": [torch.ones(2, dtype=torch.complex64)],
-        "many": [torch.ones(2)] * 5,
+        "many": [torch.ones(2)] * 6,
         "none": [],
     }[odd]
     step: Any = (lambda: None, True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda import bindings
 from cuda.bindings import driver as real
-from fake_driver import INVALID, FakeBindings, FakeNode
+from fake_driver import INVALID, FakeBindings, FakeNode, FakeNvrtc
 from model_helpers import make_context
 
 from pcgsvc.capture import stitch
@@ -22,7 +22,6 @@ from pcgsvc.capture.recorded import RecordedComposer
 from pcgsvc.capture.sources import Boundary
 from pcgsvc.cuda_driver import (
     Composition,
-    Copy,
     Driver,
     DriverError,
     Launch,
@@ -67,36 +66,41 @@ def test_pieces_and_kernels_are_one_chain_in_one_executable() -> None:
     assert device.ran == [("piece", 0), grids[0], ("piece", 1), grids[1]]
 
 
-def test_copies_are_nodes_that_are_patched_where_they_changed() -> None:
-    device = Device()
-    given, buffer, result = (torch.full((4,), float(at)) for at in range(3))
-    into = Copy(device.driver, buffer.data_ptr(), buffer.data_ptr(), 16)
-    out = Copy(device.driver, result.data_ptr(), buffer.data_ptr(), 8, from_host=True)
-    made = Composition(device.driver, [into, device.pieces[0], out])
-    adds = ["cuGraphAddMemcpyNode", "cuGraphAddChildGraphNode", "cuGraphAddMemcpyNode"]
-    assert device.fake.names() == ["cuGraphCreate", *adds, "cuGraphInstantiate"]
-    into.set(buffer.data_ptr(), given.data_ptr(), 12)
-    into.set(buffer.data_ptr(), given.data_ptr(), 12)
-    out.set(result.data_ptr(), buffer.data_ptr(), 8)
-    assert device.fake.names() == ["cuGraphExecMemcpyNodeSetParams"]
+def test_words_are_packed_at_once_and_the_rest_stays() -> None:
+    device = Device("qqqq")
+    made = Composition(device.driver, [device.launch(1, 2, 3, 4)])
+    node = made.nodes[0]
+    node.change(None, node.pack_words((8, 1 << 63, 7)))
     made.launch(7)
-    assert device.ran == [("piece", 0)]
-    assert (buffer.tolist(), result.tolist()) == ([0, 0, 0, 1], [0, 0, 2, 2])
+    assert device.ran == [((1, 1, 1), 8, -(1 << 63), 7, 4)]
 
 
-def test_a_copy_that_the_driver_refuses_is_as_it_was() -> None:
-    device = Device()
-    given, buffer = torch.zeros(4), torch.ones(4)
-    into = Copy(device.driver, buffer.data_ptr(), buffer.data_ptr(), 16)
-    Composition(device.driver, [into])
-    device.fake.fails["cuGraphExecMemcpyNodeSetParams"] = INVALID
-    for _ in range(2):
-        with pytest.raises(DriverError, match="cuGraphExecMemcpyNodeSetParams"):
-            into.set(buffer.data_ptr(), given.data_ptr(), 16)
-    device.fake.fails.clear()
-    device.fake.names()
-    into.set(buffer.data_ptr(), buffer.data_ptr(), 16)
-    assert device.fake.names() == []
+def test_a_source_is_compiled_for_the_device_at_hand_and_unloaded_with_the_driver() -> None:
+    fake, nvrtc = FakeBindings(), FakeNvrtc()
+    driver = Driver(fake, nvrtc)
+    assert driver.compile("its source", "its_name") == 6
+    assert nvrtc.calls[1] == ("nvrtcCompileProgram", b"--gpu-architecture=sm_90")
+    assert nvrtc.calls[-1] == ("nvrtcDestroyProgram",)
+    loaded = [("cuModuleLoadData", b"code of its source"), ("cuModuleGetFunction", b"its_name")]
+    assert fake.calls == loaded
+    del driver
+    gc.collect()
+    assert fake.calls[2:] == [("cuModuleUnload",)]
+
+
+@pytest.mark.parametrize("why", ["refused", "missing"])
+def test_a_source_that_cannot_be_compiled_is_a_driver_error(why: str) -> None:
+    nvrtc = FakeNvrtc()
+    if why == "refused":
+        nvrtc.fails["nvrtcCompileProgram"] = real.CUresult.CUDA_ERROR_INVALID_SOURCE
+    else:
+        nvrtc.nvrtcCreateProgram = missing  # type: ignore[method-assign]
+    with pytest.raises(DriverError, match="INVALID_SOURCE" if why == "refused" else "no libnvrtc"):
+        Driver(FakeBindings(), nvrtc).compile("its source", "its_name")
+
+
+def missing(*args: Any) -> Any:
+    raise RuntimeError("no libnvrtc.so")
 
 
 def test_a_node_is_patched_before_the_launch_and_only_then() -> None:

@@ -309,7 +309,7 @@ class _Recorder:
         if isinstance(composer, str) or joined or debug.profile_ranges:
             return None
         inputs = [memory.views(size)[spec.name] for spec in memory.inputs]
-        metadata = memory.step.copied if self.reads_metadata and not memory.plans else []
+        metadata = memory.step.memory if self.reads_metadata and not memory.plans else []
         results = entry.outputs if self.config.outputs is Outputs.CLONE else []
         steps = list(zip(entry.steps, entry.is_region, strict=True))
         try:

@@ -17,8 +17,9 @@ import torch
 from torch import distributed
 
 from pcgsvc import torch_private
+from pcgsvc.capture import copy_kernel
 from pcgsvc.capture.sources import Comparison, Step, UnstitchableError
-from pcgsvc.cuda_driver import Composition, Copy, Driver, DriverError, Launch, UnpatchableError
+from pcgsvc.cuda_driver import Composition, Driver, DriverError, Launch, UnpatchableError
 
 _RUNS, _LONG_US = 3, 2000.0
 """Steps back to back by which two ways to replay are compared; of long ones, one: an entry's build
@@ -43,16 +44,13 @@ class CudaComposer:
         """See `Composer.address`."""
         return tensor.data_ptr()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy | None:
-        """See `Composer.copy`; among several processes graphs of collectives stay torch's own."""
-        if _has_group():
-            return None
-        where, from_host = (target.data_ptr(), source.data_ptr(), target.nbytes), not source.is_cuda
-        return Copy(self._driver, *where, from_host=from_host)
+    def copy_launch(self, size: int) -> Launch | None:
+        """See `Composer.copy_launch`; among several processes graphs stay torch's own."""
+        return None if _has_group() else copy_kernel.launch(self._copy_kernel, size)
 
-    def compose(self, parts: Sequence[Step | Launch | Copy]) -> CudaComposed:
+    def compose(self, parts: Sequence[Step | Launch]) -> CudaComposed:
         """See `Composer.compose`; the graphs of segments are copied."""
-        handles = [p if isinstance(p, (Launch, Copy)) else self._handle(p) for p in parts]
+        handles = [p if isinstance(p, Launch) else self._handle(p) for p in parts]
         return CudaComposed(Composition(self._driver, handles), self._device.index)
 
     def keep_alone(self, replay: Step) -> None:
@@ -109,6 +107,10 @@ class CudaComposer:
             pieces_host_us=alone[1],
             stitched_host_us=here[1],
         )
+
+    @cached_property
+    def _copy_kernel(self) -> int:
+        return self._driver.compile(copy_kernel.source(), copy_kernel.NAME)
 
     @cached_property
     def _side(self) -> tuple[torch.cuda.Stream, Any]:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from pcgsvc import torch_private
 from pcgsvc.capture.sources import Comparison, Step
-from pcgsvc.cuda_driver import Copy, Launch
+from pcgsvc.cuda_driver import Launch
 from pcgsvc.errors import CaptureError
 from pcgsvc.ops.breaks import HOST_READS
 from pcgsvc.program.program import CompiledPiece
@@ -168,12 +168,13 @@ class RecordedComposer:
         """See `Composer.address`; a recorded launch takes tensors."""
         return tensor
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Composer.copy`: nothing is launched."""
+    def copy_launch(self, size: int) -> Launch | None:
+        """See `Composer.copy_launch`."""
+        return None
 
-    def compose(self, parts: Sequence[Step | Launch | Copy]) -> RecordedComposed:
-        """See `Composer.compose`; there are no copies."""
-        return RecordedComposed([part for part in parts if not isinstance(part, Copy)])
+    def compose(self, parts: Sequence[Step | Launch]) -> RecordedComposed:
+        """See `Composer.compose`."""
+        return RecordedComposed(parts)
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
         """See `Composer.aside`."""
@@ -224,6 +225,10 @@ class RecordedNode:
     def pack(self, args: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Any]]:
         """See `Node.pack`."""
         return args
+
+    def pack_words(self, words: Sequence[int]) -> Sequence[tuple[int, Any]]:
+        """See `Node.pack_words`."""
+        return list(enumerate(words))
 
     def change(self, grid: tuple[int, int, int] | None, packed: Sequence[tuple[int, Any]]) -> None:
         """See `Node.change`."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from pcgsvc.cuda_driver import Copy, Launch
+from pcgsvc.cuda_driver import Launch
 from pcgsvc.ops.context import ForwardContext, current_context
 from pcgsvc.ops.registry import PlanLaunches
 from pcgsvc.program.program import tensors_in
@@ -48,6 +48,9 @@ class Node(Protocol):
     def pack(self, args: Sequence[tuple[int, Any]]) -> Any:
         """Return arguments at some positions as `change` takes them, of nodes of one kernel."""
 
+    def pack_words(self, words: Sequence[int]) -> Any:
+        """Return the first arguments likewise, which are addresses and sizes."""
+
     def change(self, grid: tuple[int, int, int] | None, packed: Any) -> None:
         """Use another grid (None: the same), and other arguments at some positions."""
 
@@ -75,11 +78,14 @@ class Composer(Protocol):
     def address(self, tensor: torch.Tensor) -> Any:
         """Return what an argument of a launch is for a tensor that may be another next time."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy | None:
-        """Return a copy of a tensor's bytes, to be among the parts; None: it would gain nothing."""
+    def copy_launch(self, size: int) -> Launch | None:
+        """Return a launch that copies up to so many bytes; None: as a part it gains nothing.
 
-    def compose(self, parts: Sequence[Step | Launch | Copy]) -> Composed:
-        """Join segments, given as what replays them alone, kernels and copies.
+        Its first arguments are target, source and bytes of each piece of memory.
+        """
+
+    def compose(self, parts: Sequence[Step | Launch]) -> Composed:
+        """Join segments, given as what replays them alone, and kernels.
 
         Raises:
             DriverError: the device refuses a part; as nodes do when they are patched.

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pcgsvc.errors import BatchError
 from pcgsvc.forward.host_values import Ints, host_ints, host_lengths
+from pcgsvc.forward.staging import Copied, Staging
 from pcgsvc.ops.attention import NULL_BLOCK, AttentionBackend
 from pcgsvc.ops.context import ForwardContext
 
@@ -295,7 +295,7 @@ class StepBuffers:
         self.block_tables = fields[6].view(max_reqs + 1, blocks_per_request)
         self._table_start = sum(sizes)
         half = max(2 * total, self.HALF)
-        self._staging = _Staging(self._device, half) if device.type == "cuda" else None
+        self._staging = Staging(self._device, half) if device.type == "cuda" else None
         is_host = self._staging is None
         self._flat = self._device.numpy() if is_host else np.zeros(total, np.int32)
         self._fields = np.split(self._flat, np.cumsum(sizes))
@@ -313,17 +313,6 @@ class StepBuffers:
         """Device memory of all fields together."""
         return self._device.nbytes
 
-    @property
-    def copied(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The device's memory and the host's that it is copied from; none on the host."""
-        return [] if self._staging is None else [(self._device, self._staging.pinned)]
-
-    @property
-    def staged(self) -> tuple[int, int]:
-        """Address and bytes of the last step's metadata on the host; read by whoever copies it."""
-        assert self._staging is not None, "metadata on the host is not copied"
-        return self._staging.staged
-
     def fill(self, batch: CheckedBatch, padded_tokens: int) -> None:
         """Write one step's metadata; on CUDA the copy is queued on the current stream."""
         self.stage(batch, padded_tokens)
@@ -332,7 +321,10 @@ class StepBuffers:
         self.sent()
 
     def stage(self, batch: CheckedBatch, padded_tokens: int) -> None:
-        """Write one step's metadata on the host, for whoever copies `staged` and tells `sent`."""
+        """Write one step's metadata on the host, for whoever copies `staged` and tells `sent`.
+
+        On the host nothing is left to do.
+        """
         _, slots, _, kv_lens, _, seqs, tables = self._fields
         true, reqs = batch.num_tokens, len(batch.query_lens)
         if self._layout != (padded_tokens, batch.query_lens):
@@ -349,6 +341,17 @@ class StepBuffers:
             used += reqs * self._width
         if self._staging is not None:
             self._staging.stage(self._flat[:used])
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The device's memory that metadata is copied to; none on the host."""
+        return [] if self._staging is None else [self._device]
+
+    @property
+    def staged(self) -> Copied:
+        """The copy of the last step's metadata, on a device."""
+        assert self._staging is not None, "metadata on the host is not copied"
+        return self._staging.staged
 
     def sent(self) -> None:
         """Note that the copy of what is staged has been queued."""
@@ -396,48 +399,3 @@ class StepBuffers:
             in_full_graph=in_full_graph,
             block_tables_host=batch.block_tables,
         )
-
-
-class _Staging:
-    """Pinned memory in two halves, out of which copies to the device are queued."""
-
-    MAX_VIEWS = 1024
-    """Most remembered views: making one takes as long as half a copy."""
-
-    def __init__(self, target: torch.Tensor, half: int) -> None:
-        self._target, self._half, self._at, self._end = target, half, 0, half
-        self.pinned = torch.zeros(2 * half, dtype=torch.int32, pin_memory=True)
-        self._address = self.pinned.data_ptr()
-        self.staged = (self._address, target.nbytes)
-        """Address and bytes of what was staged last."""
-        self._done = {end: torch.cuda.Event() for end in (half, 2 * half)}
-        """By a half's end: when the copies from it are done."""
-        self._views: dict[tuple[int, int], tuple[Any, torch.Tensor, torch.Tensor]] = {}
-        """By address and bytes: pinned memory for numpy and for torch, and where it goes."""
-
-    def stage(self, source: npt.NDArray[np.int32]) -> None:
-        """Write to the host's memory what is to be copied to the start of the target.
-
-        The copy is to be queued before the next call, on a stream that the next call's waits for.
-        """
-        count = len(source)
-        if self._at + count > self._end:
-            self._done[self._end].record()
-            self._end = 3 * self._half - self._end
-            self._at = self._end - self._half
-            self._done[self._end].synchronize()
-        staged = self._address + 4 * self._at, 4 * count
-        views = self._views.get(staged)
-        if views is None:
-            if len(self._views) >= self.MAX_VIEWS:
-                self._views.clear()
-            pinned = self.pinned[self._at : self._at + count]
-            views = self._views[staged] = pinned.numpy(), pinned, self._target[:count]
-        views[0][:] = source
-        self._at += count
-        self.staged = staged
-
-    def send(self) -> None:
-        """Queue the copy on the current stream."""
-        _, pinned, target = self._views[self.staged]
-        target.copy_(pinned, non_blocking=True)

@@ -19,6 +19,7 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.forward.batch import CacheGeometry, CheckedBatch, StepBuffers
 from pcgsvc.forward.process import BUILD_LOCK
 from pcgsvc.forward.specs import Binding, InputSpec
+from pcgsvc.forward.staging import Copied
 from pcgsvc.ops.attention import AttentionBackend, AttentionSpec
 from pcgsvc.ops.context import ForwardContext
 
@@ -173,6 +174,11 @@ class Workspace:
         if not stage:
             self._step, self._next_step = self._next_step, None
         return self._planned(context)
+
+    @property
+    def staged(self) -> Copied | None:
+        """What `context` has staged and nobody has copied yet."""
+        return None if self._next_step is None else self.step.staged
 
     def sent(self) -> None:
         """Note that what `context` staged has been copied."""

@@ -282,9 +282,9 @@ class Calls:
             return None
         memory.pad(route.load)
         if self.model.reads_metadata:
-            context = self.context(batch, route, stage=copies.stages)
+            context = self.context(batch, route, stage=copies.has_metadata)
         try:
-            results = copies.set(values)
+            results = copies.set(values, memory.staged)
         except DriverError as error:
             logger.info("%s: copies are made outside of its graphs: %s", route.name, error)
             route.copies = None

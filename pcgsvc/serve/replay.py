@@ -16,7 +16,7 @@ from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import EntryKey
 from pcgsvc.capture.session import Entry
 from pcgsvc.config import Mode
-from pcgsvc.forward.batch import StepBuffers
+from pcgsvc.forward.staging import Copied
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.program.model import CompiledModel
 
@@ -63,7 +63,7 @@ class Route:
         """The call's copies inside the entry's graphs; None: they are made around them."""
         made, targets = replay.entry.copies, self.load.targets
         if made is not None and all(t.is_contiguous() for t in [*targets, *self.results]):
-            self.copies = RouteCopies(made, targets, self.results, memory.step)
+            self.copies = RouteCopies(made, targets, self.results)
         self.calls = self.hits = 0
         """Calls that took it, and those whose replay came to its end."""
 
@@ -75,7 +75,6 @@ class RouteCopies:
         made: the entry's.
         targets: true rows of the input buffers, in one piece each.
         results: true rows of the entry's results, likewise.
-        step: where metadata is.
     """
 
     def __init__(
@@ -83,21 +82,11 @@ class RouteCopies:
         made: CallCopies,
         targets: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
-        step: StepBuffers,
     ) -> None:
-        self.steps, self.stages = made.steps, bool(made.metadata)
-        """What replays the entry, and whether it copies staged metadata."""
-        self._step, self._device = step, targets[0].get_device()
-        metadata = step.copied if self.stages else []
-        pairs = zip(made.metadata, metadata, strict=True)
-        self._metadata = [(copy, target.data_ptr()) for copy, (target, _) in pairs]
-        self._inputs = [
-            (copy, t.data_ptr(), t.nbytes) for copy, t in zip(made.inputs, targets, strict=True)
-        ]
-        sources = results if made.results else []
-        self._results = [
-            (copy, t, t.data_ptr(), t.nbytes) for copy, t in zip(made.results, sources, strict=True)
-        ]
+        self.steps, self.has_metadata = made.steps, made.has_metadata
+        self._made, self._device = made, targets[0].get_device()
+        self._inputs = [(t.data_ptr(), t.nbytes) for t in targets]
+        self._results = [(t, t.data_ptr(), t.nbytes) for t in results]
 
     def take(self, values: Sequence[torch.Tensor]) -> bool:
         """Whether inputs are plain memory of the device, in one piece each."""
@@ -112,23 +101,33 @@ class RouteCopies:
                 return False
         return True
 
-    def set(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Have the next replay copy these inputs, and metadata that is staged.
+    def set(self, values: Sequence[torch.Tensor], metadata: Copied | None) -> list[torch.Tensor]:
+        """Have the next replay copy these inputs, and metadata.
+
+        Args:
+            values: that `take` accepts.
+            metadata: target, source and bytes of what is staged; None: nothing is.
 
         Returns:
             Memory that the replay copies its results to, the caller's own; none where it does not.
 
         Raises:
-            DriverError: the driver refuses some memory; other copies may be set already.
+            DriverError: the driver refuses.
         """
-        for (copy, target, size), value in zip(self._inputs, values, strict=True):
-            copy.set(target, value.data_ptr(), size)
-        for copy, target in self._metadata:
-            copy.set(target, *self._step.staged)
-        made = []
-        for copy, result, source, size in self._results:
+        words: list[int] = []
+        for (target, size), value in zip(self._inputs, values, strict=True):
+            words += (target, value.data_ptr(), size)
+        if self.has_metadata:
+            words += metadata or (0, 0, 0)
+        self._made.before.set(tuple(words))
+        behind = self._made.behind
+        if behind is None:
+            return []
+        words, made = [], []
+        for result, source, size in self._results:
             made.append(new := torch.empty_like(result))
-            copy.set(new.data_ptr(), source, size)
+            words += (new.data_ptr(), source, size)
+        behind.set(tuple(words))
         return made
 
 
