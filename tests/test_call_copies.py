@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 Moves = list[tuple[int, ...]]
-"""(target, source, bytes) of each piece of memory that graphs copied, of one launch each."""
+"""(target, source, bytes) of each piece of memory that graphs copied, by launches that did."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> Moves:
     made: Moves = []
 
     def move(grid: tuple[int, int, int], *words: int) -> None:
-        made.append(words)
+        made.extend([words] if any(words) else [])
         for at in range(0, len(words), 3):
             ctypes.memmove(*words[at : at + 3])
 
@@ -64,9 +64,10 @@ def build(*words: str) -> pcgsvc.Runner:
     return pcgsvc.build_runner(module, example, dynamic_dims={"x": 0, "ids": 0}, config=config)
 
 
-@pytest.fixture(params=["mode=full", "mode=piecewise"])
+@pytest.fixture(params=["mode=full", "capture.replay=pieces", "capture.replay=stitched"])
 def runner(request: Any, moves: Moves) -> Iterator[pcgsvc.Runner]:
-    with build(request.param, "capture.replay=pieces") as built:
+    with build("mode=piecewise", request.param) as built:
+        assert all(entry.copies is not None for entry in built.table.entries.values())
         yield built
 
 
@@ -127,6 +128,29 @@ def test_the_same_inputs_again_are_not_set_again(
     assert moves[-4] == moves[-2]
 
 
+def test_a_stitched_step_that_grows_or_runs_as_its_pieces_makes_the_copies_too(
+    moves: Moves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with build("mode=piecewise", "capture.replay=stitched") as runner:
+        check(runner, *given(8))
+        largest = max(runner.table.entries, key=lambda key: key[1].num_tokens)
+        joined = runner.table.entries[largest].joined
+        assert joined is not None
+        (stitched,) = joined.stitched
+        monkeypatch.setattr(stitched, "_composed", stitched._compose())
+        check(runner, *given(8))
+        check(runner, *given(5))
+        prepared = runner.prepare(8)
+        before = len(moves)
+        prepared.update()
+        prepared.step()
+        assert len(moves) == before
+        check(runner, *given(7))
+        monkeypatch.setattr(stitched, "_broken", True)
+        check(runner, *given(8))
+        check(runner, *given(6))
+
+
 @pytest.mark.parametrize("kind", ["turned", "every other row", "negated", "an own subclass"])
 def test_inputs_that_are_no_plain_memory_are_copied_around_the_graphs(
     runner: pcgsvc.Runner, moves: Moves, kind: str
@@ -162,19 +186,21 @@ def test_a_prepared_call_in_between_has_its_own_inputs(runner: pcgsvc.Runner) ->
 
 
 def test_memory_that_the_driver_refuses_is_copied_around_the_graphs_from_then_on(
-    runner: pcgsvc.Runner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    moves: Moves, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Any, words: Any) -> Any:
         raise DriverError("cuGraphExecKernelNodeSetParams: no such memory")
 
-    check(runner, *given(5))
-    monkeypatch.setattr(RecordedNode, "pack_words", refuse)
-    with caplog.at_level("INFO"):
-        for _ in range(2):
-            check(runner, *given(5))
-    assert [r.message for r in caplog.records if "copies are made outside" in r.message] != []
-    assert len([r for r in caplog.records if "copies are made outside" in r.message]) == 1
-    assert runner.stats()["hits"] == {next(iter(runner.stats()["hits"])): 3}
+    with build("mode=piecewise") as runner:
+        check(runner, *given(5))
+        monkeypatch.setattr(RecordedNode, "pack_words", refuse)
+        with caplog.at_level("INFO"):
+            for _ in range(2):
+                check(runner, *given(5))
+        said = [r.message for r in caplog.records if "copies are made outside" in r.message]
+        assert len(said) == 1
+        assert runner.stats()["hits"] == {"piecewise:8": 3}
+        assert len(moves) == 2
 
 
 def test_poisoned_steps_and_views_of_results_are_right(moves: Moves) -> None:
@@ -200,6 +226,9 @@ def test_a_boundary_at_either_end_leaves_its_copies_a_step_of_their_own() -> Non
 
     found = with_copies(steps, Composer(), [torch.ones(2)], [], [torch.ones(2)])
     assert found is not None
+    assert found.behind is not None
+    for copying in (found.before, found.behind):
+        copying.set(())
     for step in found.steps:
         step()
     assert ran == ["copy", "op", "segment", "op", "copy"]

@@ -17,29 +17,9 @@ from functools import partial
 import torch
 
 from pcgsvc.capture import copy_kernel
-from pcgsvc.capture.sources import Composer, Node, Step
+from pcgsvc.capture.sources import Composer, Copying, Step
+from pcgsvc.capture.stitch import Stitched
 from pcgsvc.cuda_driver import Launch
-
-
-class Copying:
-    """A kernel of a graph that copies pieces of memory; see `Composer.copy_launch`."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._words: tuple[int, ...] | None = None
-
-    def set(self, words: tuple[int, ...]) -> None:
-        """Have the next replay copy pieces of memory: target, source and bytes of each.
-
-        They are as many at each call; those of no bytes are left out.
-
-        Raises:
-            DriverError: the driver refuses; it is set anew next time.
-        """
-        if words != self._words:
-            self._words = None
-            self._node.change(None, self._node.pack_words(words))
-            self._words = words
 
 
 @dataclass(frozen=True)
@@ -64,7 +44,7 @@ def with_copies(
     """Return an entry's steps with copies in them; None where they cannot make some copy.
 
     Args:
-        steps: of an entry that is not stitched, and whether each is a segment.
+        steps: of an entry, and whether each is a segment; stitched ones make copies from now on.
         composer: joins segments and copies.
         inputs: the buffers' views of the entry's rows.
         metadata: a tensor to whose start metadata is copied, if any is.
@@ -80,27 +60,46 @@ def with_copies(
         for t in [*inputs, *results]
     ):
         return None
-    launches = [
-        composer.copy_launch(sum(t.nbytes for t in copied))
-        for copied in (before, results)
-        if copied
-    ]
-    middle = list(steps)
-    first: list[Step | Launch] = [launch for launch in launches[:1] if launch is not None]
-    last: list[Step | Launch] = [launch for launch in launches[1:] if launch is not None]
-    if not first:
+    first, last = (_copying(composer, tensors) for tensors in (before, results))
+    if first is None or (last is None and results):
         return None
-    if middle and middle[0][1]:
-        first.append(middle.pop(0)[0])
-    if middle and middle[-1][1]:
-        last.insert(0, middle.pop()[0])
-    ends = [first, last] if middle else [[*first, *last]]
-    made = [composer.compose(parts) for parts in ends if parts]
-    begin, *end = [partial(composed.replay, patched=False) for composed in made]
-    nodes = [Copying(node) for composed in made for node in composed.nodes]
-    return CallCopies(
-        steps=(begin, *(step for step, _ in middle), *end),
-        before=nodes[0],
-        has_metadata=bool(metadata),
-        behind=nodes[1] if results else None,
-    )
+    inner, head, tail = list(steps), None, None
+    if inner and _takes_copies(*inner[0]):
+        head = inner.pop(0)[0]
+    if head is not None and not inner:
+        made = [_enclosed(composer, first, head, last)]
+    else:
+        if last is not None and inner and _takes_copies(*inner[-1]):
+            tail = inner.pop()[0]
+        made = [_enclosed(composer, first, head, None), *(step for step, _ in inner)]
+        made += [] if last is None else [_enclosed(composer, None, tail, last)]
+    return CallCopies(tuple(made), before=first, has_metadata=bool(metadata), behind=last)
+
+
+def _copying(composer: Composer, tensors: Sequence[torch.Tensor]) -> Copying | None:
+    launch = composer.copy_launch(sum(t.nbytes for t in tensors)) if tensors else None
+    return None if launch is None else Copying(launch)
+
+
+def _takes_copies(step: Step, is_segment: bool) -> bool:
+    return is_segment or isinstance(step, Stitched)
+
+
+def _enclosed(
+    composer: Composer, before: Copying | None, step: Step | None, behind: Copying | None
+) -> Step:
+    """Return a step with copies before and behind it; they alone, where it is none."""
+    if isinstance(step, Stitched):
+        step.enclose(before, behind)
+        return step.run
+    parts: list[Step | Launch] = [] if step is None else [step]
+    if before is not None:
+        parts.insert(0, before.launch)
+    if behind is not None:
+        parts.append(behind.launch)
+    composed = composer.compose(parts)
+    if before is not None:
+        before.bind(composed.nodes[0])
+    if behind is not None:
+        behind.bind(composed.nodes[-1])
+    return partial(composed.replay, patched=False)

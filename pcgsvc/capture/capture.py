@@ -305,13 +305,14 @@ class _Recorder:
     def _copies(self, entry: Entry, size: int) -> CallCopies | None:
         """Return the entry's steps with a call's copies in them, where the device does that."""
         memory, composer, debug = self.memory, self.engine.composer, self.config.debug
-        joined = entry.joined is not None and entry.joined.stitched
-        if isinstance(composer, str) or joined or debug.profile_ranges:
+        if isinstance(composer, str) or debug.profile_ranges:
             return None
         inputs = [memory.views(size)[spec.name] for spec in memory.inputs]
         metadata = memory.step.memory if self.reads_metadata and not memory.plans else []
         results = entry.outputs if self.config.outputs is Outputs.CLONE else []
-        steps = list(zip(entry.steps, entry.is_region, strict=True))
+        pairs = zip(entry.steps, entry.is_region, strict=True)
+        segments = {id(step) for step, is_region in pairs if is_region}
+        steps = [(step, id(step) in segments) for step in entry.calls]
         try:
             return with_copies(steps, composer, inputs, metadata, results)
         except DriverError as error:

@@ -12,8 +12,8 @@ MOST = 5
 
 NAME = "pcgsvc_copy"
 
-_THREADS, _BYTES, _BLOCKS = 256, 1 << 13, 264
-"""Of a block; what a block copies while there are fewer than `_BLOCKS`, two for each of a large
+_THREADS, _BYTES, _BLOCKS = 256, 1 << 13, 528
+"""Of a block; what a block copies while there are fewer than `_BLOCKS`, four for each of a large
 GPU's multiprocessors."""
 
 _SOURCE = """
@@ -23,8 +23,17 @@ static __device__ void copy(char *to, const char *from, word size) {
     word at = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x, done = 0;
     word low = (word)to | (word)from;
     if (low % 16 == 0) {
-        for (word i = at; i < size / 16; i += stride) ((uint4 *)to)[i] = ((const uint4 *)from)[i];
-        done = size / 16 * 16;
+        uint4 *target = (uint4 *)to;
+        const uint4 *source = (const uint4 *)from;
+        word i = at, count = size / 16;
+        for (; i + 3 * stride < count; i += 4 * stride) {
+            uint4 a = source[i], b = source[i + stride];
+            uint4 c = source[i + 2 * stride], d = source[i + 3 * stride];
+            target[i] = a, target[i + stride] = b;
+            target[i + 2 * stride] = c, target[i + 3 * stride] = d;
+        }
+        for (; i < count; i += stride) target[i] = source[i];
+        done = count * 16;
     } else if (low % 4 == 0) {
         for (word i = at; i < size / 4; i += stride) ((unsigned *)to)[i] = ((unsigned *)from)[i];
         done = size / 4 * 4;

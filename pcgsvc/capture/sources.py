@@ -108,6 +108,53 @@ class Composer(Protocol):
         """Time two ways to replay an entry; `anew` has the next stitched step set every node."""
 
 
+class Copying:
+    """A part of a composed graph that copies pieces of memory; see `Composer.copy_launch`."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._node: Node | None = None
+        self._words: tuple[int, ...] | None = launch.args
+        """What it copies; None: not known."""
+        self.is_on = False
+        """Whether the next replay makes the copies."""
+
+    @property
+    def launch(self) -> Launch:
+        """What it launches now, for the composition that it is to be a part of."""
+        words = self._words or ()
+        return self._launch._replace(args=(*words, *self._launch.args[len(words) :]))
+
+    def bind(self, node: Node) -> None:
+        """Take its node in a new composition, which launches what `launch` gave."""
+        self._node = node
+        node.enable(self.is_on)
+
+    def set(self, words: tuple[int, ...]) -> None:
+        """Have the replays from now on copy pieces of memory: target, source and bytes of each.
+
+        They are as many at each call; those of no bytes are left out.
+
+        Raises:
+            DriverError: the driver refuses; it is set anew next time.
+        """
+        node = self._node
+        assert node is not None, "it is a part of nothing"
+        if words != self._words:
+            self._words = None
+            node.change(None, node.pack_words(words))
+            self._words = words
+        if not self.is_on:
+            node.enable(True)
+            self.is_on = True
+
+    def clear(self) -> None:
+        """Have the replays from now on copy nothing."""
+        if self.is_on and self._node is not None:
+            self._node.enable(False)
+            self.is_on = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What a step takes, in microseconds; in pieces, and stitched with every node set anew."""

@@ -21,6 +21,7 @@ from pcgsvc.capture.sources import (
     Comparison,
     Composed,
     Composer,
+    Copying,
     Member,
     Source,
     Step,
@@ -56,9 +57,23 @@ class Stitched:
         self._captures = any(source.is_captured for source in sources)
         self._broken = False
         """Whether an op could not be captured at a later step: its pieces replay from then on."""
+        self._before: Copying | None = None
+        self._behind: Copying | None = None
         self._composed = self._compose()
 
     def __call__(self) -> None:
+        """Run the parts alone, without copies."""
+        for copying in (self._before, self._behind):
+            if copying is not None:
+                copying.clear()
+        self.run()
+
+    def enclose(self, before: Copying | None, behind: Copying | None) -> None:
+        """Have `run` make copies as well, before its parts and behind them."""
+        self._before, self._behind = before or self._before, behind or self._behind
+        self._composed = self._compose()
+
+    def run(self) -> None:
         """Patch, and launch; or run as pieces, no op's Python twice but one whose capture fails."""
         if self._broken:
             return self._in_pieces({})
@@ -99,9 +114,10 @@ class Stitched:
     def _compose(self) -> Composed:
         """Join the parts, with as many nodes per boundary as its source has slots."""
         owners = {at: source for source in self.sources for at in source.members}
-        parts: list[Step | Launch] = []
+        before, behind = self._before, self._behind
+        parts: list[Step | Launch] = [] if before is None else [before.launch]
         runs: list[tuple[Member, int, int]] = []
-        count = 0
+        count = len(parts)
         for part in self.parts:
             if isinstance(part, Boundary):
                 source = owners[id(part)]
@@ -111,7 +127,12 @@ class Stitched:
                 count += len(source.slots)
             else:
                 parts.append(part)
+        parts += [] if behind is None else [behind.launch]
         composed = self.composer.compose(parts)
+        if before is not None:
+            before.bind(composed.nodes[0])
+        if behind is not None:
+            behind.bind(composed.nodes[-1])
         for member, begin, end in runs:
             member.nodes = composed.nodes[begin:end]
         for source in self.sources:
@@ -132,11 +153,15 @@ class Stitched:
             raise
 
     def _in_pieces(self, ran: dict[int, Step]) -> None:
+        if self._before is not None and self._before.is_on:
+            self.composer.launch([self._before.launch])
         for part in self.parts:
             if isinstance(part, Boundary):
                 ran.get(id(part), part.step)()
             else:
                 part()
+        if self._behind is not None and self._behind.is_on:
+            self.composer.launch([self._behind.launch])
 
     def _note(self, reason: str) -> None:
         self._fallbacks[reason] += 1

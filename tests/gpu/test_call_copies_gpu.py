@@ -11,18 +11,33 @@ import torch
 from torch import nn
 
 import pcgsvc
+from pcgsvc.ops.launches import triton_launch
 
 pytestmark = pytest.mark.gpu
+triton = pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings.driver")
+import triton.language as tl  # noqa: E402 - not without triton
 
 WIDTH = 64
 
 
-@pcgsvc.splitting_op("copiestest::scale", mutates_args=("out",), support="always")
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_kernel(x, lens, out, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    at = row * WIDTH + tl.arange(0, WIDTH)
+    tl.store(out + at, tl.load(x + at) * tl.load(lens + row))
+
+
+def plan(context: pcgsvc.ForwardContext, x: torch.Tensor, out: torch.Tensor) -> Any:
+    return [triton_launch(scale_kernel, (x.shape[0], 1, 1), x, context.kv_lens, out, WIDTH)]
+
+
+@pcgsvc.splitting_op(
+    "copiestest::scale", mutates_args=("out",), support="always", plan_launches=plan
+)
 def scale(x: torch.Tensor, out: torch.Tensor) -> None:
     """Scale each row by its request's length, which the device reads."""
-    lens = pcgsvc.current_context().kv_lens[: x.shape[0]]
-    torch.mul(x, lens[:, None], out=out)
+    scale_kernel[(x.shape[0], 1, 1)](x, pcgsvc.current_context().kv_lens, out, WIDTH)
 
 
 class Model(nn.Module):
@@ -46,9 +61,12 @@ def build(*words: str) -> pcgsvc.Runner:
     return pcgsvc.build_runner(module, example, dynamic_dims={"x": 0, "ids": 0}, config=config)
 
 
-@pytest.fixture(scope="module", params=["full", "piecewise"])
+@pytest.fixture(scope="module", params=["full", "pieces", "stitched"])
 def runner(request: Any) -> Iterator[pcgsvc.Runner]:
-    with build(f"mode={request.param}", "capture.replay=pieces") as built:
+    words = ["mode=full"]
+    if request.param != "full":
+        words = ["mode=piecewise", f"capture.replay={request.param}"]
+    with build(*words) as built:
         assert all(entry.copies is not None for entry in built.table.entries.values())
         yield built
 
