@@ -147,14 +147,16 @@ def measure(
 
 @contextmanager
 def loaded(runner: Runner, key: EntryKey) -> Iterator[None]:
-    """Give a block inputs and context of a call that an entry serves, on the runner's stream."""
+    """Give a block inputs and context of a call that an entry serves, on the caller's stream."""
     mode, (size, _, uniform) = key[0], dataclasses.astuple(key[1])
     samples = Samples(runner.memory, runner.request.bundle.make_inputs, seed=0, query_len=1)
     batch, query_len = samples.batch(size, uniform=uniform), 1 if uniform else None
-    with torch.no_grad(), runner.memory.on_stream():
-        runner.memory.load(samples.inputs(size), size, size)
-        full = mode is Mode.FULL
-        with use_context(runner.memory.context(batch, size, query_len, in_full_graph=full)):
+    with torch.no_grad():
+        with runner.memory.on_stream():
+            runner.memory.load(samples.inputs(size), size, size)
+            full = mode is Mode.FULL
+            context = runner.memory.context(batch, size, query_len, in_full_graph=full)
+        with use_context(context):
             yield
 
 
@@ -182,7 +184,7 @@ def hand_made(runner: Runner, x: torch.Tensor, *, call: bool) -> dict[str, Any]:
     """
     buffer, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
     values = runner.memory.values({"input": buffer}, x.shape[0])
-    with loaded(runner, (Mode.FULL, general_descriptor(x.shape[0]))):
+    with loaded(runner, (Mode.FULL, general_descriptor(x.shape[0]))), runner.memory.on_stream():
         runner.model.program.run(values, Direct())
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):

@@ -58,6 +58,8 @@ def calls() -> str:
         ("`runner.prepare(8)`, `step()`, full graph", models, "prepared"),
         ("33 graphs in a loop made by hand: copy in, clone", piecewise, "hand_made"),
         ("`runner(x)`, piecewise", piecewise, "clone"),
+        ("33 graphs by hand, on a stream of its own", piecewise, "hand_made_own_stream"),
+        ("`runner(x)`, piecewise, on a stream of its own", piecewise, "clone_own_stream"),
         ("`runner.prepare(8)`, `step()`, piecewise", piecewise, "prepared"),
     ]
     table = []
@@ -72,7 +74,8 @@ def calls() -> str:
     beside = ", ".join(f"{name} {_us(later[name]['step_us'])}" for name in ("full", "pieces"))
     label = f"`runner(x, batch=…)`, stitched, new lengths each call (in that run: {beside})"
     times = [_us(later["stitched"][figure]) for figure in ("step_us", "host_low_us")]
-    chain = f"{_raw('stitched-h200')['decoder']['stitched']['yardstick_us']:.2f}"
+    ends = _raw("stitched-h200")["decoder"]["yardstick_us"]
+    chain = " to ".join(sorted({f"{min(ends):.2f}", f"{max(ends):.2f}"}))
     table.append([label, "", "", *times, chain])
     head = ["µs per call, 8 rows", "2 products", "host", "32 layers", "host", "yardstick"]
     return _table(head, table)
@@ -158,7 +161,7 @@ def stitched_llama() -> str:
 
 def strategies() -> str:
     """The strategies on one model of 32 layers."""
-    raw = _raw("strategies-h200")["strategies"]
+    raw = _raw("bench-h200")["strategies"]
     names = {
         "fx": "`fx`, inductor",
         "inductor": "`inductor`, inductor",
@@ -169,24 +172,45 @@ def strategies() -> str:
         [
             label,
             _us(row["piecewise"]["step_us"]),
-            _us(row["piecewise"]["host_us"]),
-            f"{row['piecewise_to_full']:.2f}",
-            f"{row['full_to_hand_made']:.3f}",
+            f"{row['piecewise']['step_us'] / row['full']['step_us']:.2f}",
+            _us(row["piecewise_call"]["step_us"]),
+            _us(row["hand_made_loop"]["step_us"]),
+            f"{row['full']['step_us'] / row['hand_made']['step_us']:.3f}",
             f"{row['glue']:.1f}",
             str(row["num_graphs"]),
-            f"{row['pool_mib']:.0f}",
+            f"{row['memory_mib']['pool']:.0f}",
         ]
         for name, label in names.items()
         if (row := raw.get(name))
     ]
-    head = ["strategy, compiler", "step µs", "host µs", "÷ its full graph", "full ÷ hand-made"]
-    return _table([*head, "glue µs", "graphs", "pool MiB"], rows)
+    head = ["strategy, compiler", "step µs", "÷ its full graph", "`runner(x)`", "loop by hand"]
+    return _table([*head, "full ÷ by hand", "glue µs", "graphs", "pool MiB"], rows)
+
+
+def peers() -> str:
+    """Whole calls of other systems on one model, each in a process alone on the card."""
+    raw = _raw("peers-h200")["peers"]
+    names = {
+        "pcgsvc, full": ("prod", "pcg_fx_inductor_full"),
+        "vLLM 0.26, full": ("vllm", "vllm_pw_FULL"),
+        "`reduce-overhead`": ("trees", "trees_full"),
+        "pcgsvc, piecewise": ("prod_piecewise", "pcg_fx_inductor_piecewise"),
+        "vLLM 0.26, piecewise": ("vllm", "vllm_pw"),
+        "`reduce-overhead`, graph partition": ("trees_part", "trees_part"),
+    }
+    sizes, table = (1, 8, 64, 512), []
+    for label, (system, row) in names.items():
+        runs = [raw[system][f"{row} {size} clone"] for size in sizes]
+        host = _us(runs[1]["host_low_us"])
+        table.append([label, *(_us(run["step_us"]) for run in runs), host, _chain(*runs)])
+    head = ["µs per call, cloned", *(f"{size} rows" for size in sizes), "host, 8 rows"]
+    return _table([*head, "yardstick"], table)
 
 
 def starts() -> str:
     """Cold and warm starts of a 32-layer Llama."""
     places = {
-        "H200, inductor": _raw("calls-h200")["warm_start"],
+        "H200, inductor": _raw("bench-h200")["warm_start"],
         "2-core CPU, eager": _raw("cpu")["warm_start_eager"],
     }
     labels = {
@@ -210,7 +234,7 @@ def starts() -> str:
 
 def warm() -> str:
     """The start of a new process in a sentence."""
-    start = _raw("calls-h200")["warm_start"]
+    start = _raw("bench-h200")["warm_start"]
     cold, again = (start[kind]["ready_to_capture_s"] for kind in ("cold", "warm"))
     return (
         "In a new process a 32-layer Llama under Inductor is ready to capture "
@@ -220,8 +244,8 @@ def warm() -> str:
 
 def glue() -> str:
     """What is left of a step and of a call when nothing runs."""
-    raw = _raw("calls-h200")
-    own, capture = raw["glue"], raw["piecewise"]["inductor"]["seconds"]["capture"]
+    raw = _raw("bench-h200")
+    own, capture = raw["glue"], raw["strategies"]["fx"]["seconds"]["capture"]
     call, batch = own["call_minus_steps_us"], own["call_with_batch_minus_steps_us"]
     return (
         f"With every replay and op body empty, a step of {own['step_callables']} callables takes "
@@ -263,6 +287,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stitched": stitched,
     "stitched_llama": stitched_llama,
     "strategies": strategies,
+    "peers": peers,
     "starts": starts,
     "warm": warm,
     "glue": glue,
