@@ -30,20 +30,85 @@ _FEW = 32
 """Most requests of one token each whose slots are looked up one by one, which then is faster."""
 
 _FORM_VERSION = 2
-"""Of `marshal`: the last one that writes equal bytes for equal values, whoever else holds them."""
+"""Of `marshal`: the last one that writes equal bytes for equal values, whoever else holds them. An
+int of 32 bits is `i` and four bytes, lowest first; a list or tuple `[` or `(`, then its length."""
 
 
 class _Tables(NamedTuple):
     """Block tables as they were passed, and what they allow."""
 
     form: Any
-    """What was passed, as bytes: a list per request, else (shape, dtype, all values)."""
+    """What was passed: lists as bytes, else (shape, dtype, all values as bytes)."""
     blocks: Ints
     """A copy of it."""
     rows: list[list[int]]
-    """The same once more."""
+    """The same once more, rows as long as they were."""
     reach: list[int]
     """Tokens that each request's leading blocks hold, as far as they are the caller's."""
+
+
+class _Decode:
+    """Requests of one new token each whose tables stay, and what their next step is.
+
+    Lengths are compared as bytes. In these a tuple of ints has as many for each, lowest first: when
+    each int grows by one, then the bytes, as one number, grow by what is the same at every step.
+    """
+
+    def __init__(self, batch: CheckedBatch, tables: _Tables, cache: CacheGeometry) -> None:
+        lens, count = batch.seq_lens, len(batch.seq_lens)
+        self.batch = batch
+        """The last step."""
+        self._tables, self._block_size = tables, cache.block_size
+        self._left = cache.max_model_len - max(lens)
+        """Steps until a request is as long as one may be."""
+        self._one_each = marshal.dumps(batch.query_lens, _FORM_VERSION)
+        self._lens, self._growth = _number(lens), _number((2,) * count) - _number((1,) * count)
+        self._ones = np.ones(count, np.int64)
+        self._starts: dict[int, list[int]] = {}
+        """Requests that begin a block, by the steps left then, modulo the block size."""
+        for request, length in enumerate(lens):
+            self._starts.setdefault((self._left + length) % cache.block_size, []).append(request)
+
+    def step(self, seq_lens: tuple[Any, ...], batch: Batch) -> CheckedBatch | None:
+        """Return a batch of these tables and lengths if it is the next step, checked; else None."""
+        last, lens = self.batch, self._lens + self._growth
+        form = lens.to_bytes(len(self._one_each), "little")
+        if self._left < 1 or marshal.dumps(seq_lens, _FORM_VERSION) != form:
+            return None
+        if marshal.dumps(_copied(batch.query_lens), _FORM_VERSION) != self._one_each:
+            return None
+        tables, slots = last.block_tables, last.slot_mapping
+        assert tables is not None, "no attention"
+        assert slots is not None, "no attention"
+        positions, slots = last.positions + self._ones, slots + self._ones
+        starting = self._starts.get(self._left % self._block_size)
+        if starting is not None:
+            tables = tables.copy()
+            for request in starting:
+                if seq_lens[request] > self._tables.reach[request]:
+                    return None
+                column = (seq_lens[request] - 1) // self._block_size
+                tables[request, column] = block = self._tables.rows[request][column]
+                slots[request] = block * self._block_size
+            if len(set(slots.tolist())) < len(slots):
+                return None
+            tables.setflags(write=False)
+        positions.setflags(write=False)
+        slots.setflags(write=False)
+        self._lens, self._left = lens, self._left - 1
+        self.batch = CheckedBatch(
+            last.query_lens,
+            seq_lens,
+            last.num_tokens,
+            last.owners,
+            positions,
+            tables,
+            slots,
+            batch.extras,
+            last.cache,
+            False,
+        )
+        return self.batch
 
 
 class BatchChecker:
@@ -64,6 +129,8 @@ class BatchChecker:
         """Its block tables; None without."""
         self._ends: list[int] | None = None
         """The column of each request's last token in them; None: not known."""
+        self._decode: _Decode | None = None
+        """The last decode; it goes on where the last batch is its."""
 
     def check(self, batch: Batch, num_tokens: int) -> CheckedBatch:
         """Check a batch against the rows of a call's inputs and the KV cache; touches no buffer.
@@ -75,35 +142,36 @@ class BatchChecker:
             BatchError: naming the field, what was got and what fits.
         """
         last, tables = self._last, None
-        if last is not None and last.num_tokens == num_tokens and type(batch) is Batch:
-            seq_lens = _seq_lens(batch, last)
-            if seq_lens is not None:
-                found = self._next(last, batch, seq_lens)
-                if found is not None:
-                    self._last = found
-                    return found
         if self._cache is not None and isinstance(batch, Batch) and batch.block_tables is not None:
-            tables = _read(batch.block_tables, None, self._cache)
-            if tables is not None:  # the caller may write to its own meanwhile
-                batch = replace(batch, block_tables=tables.blocks)
+            tables = _read(batch.block_tables, self._tables, self._cache)
+        if last is not None and last.num_tokens == num_tokens and type(batch) is Batch:
+            found = self._next(last, batch, tables)
+            if found is not None:
+                self._last = found
+                return found
+        if tables is not None:  # the caller may write to its own meanwhile
+            batch = replace(batch, block_tables=tables.blocks)
         checked = check_batch(batch, num_tokens, self._cache)
         refuse_lost_context(checked)
         self._last = None if batch.slot_mapping is not None else checked
         self._tables, self._ends = tables, None
         return checked
 
-    def _next(
-        self, last: CheckedBatch, batch: Batch, seq_lens: tuple[int, ...]
-    ) -> CheckedBatch | None:
+    def _next(self, last: CheckedBatch, batch: Batch, given: _Tables | None) -> CheckedBatch | None:
         """Return a batch of the last one's query lengths, checked; None: `check_batch` must."""
-        cache, before, is_same = self._cache, self._tables, seq_lens == last.seq_lens
-        if cache is None or batch.block_tables is None:
-            return _with_extras(last, batch) if is_same and before is None else None
-        given = _read(batch.block_tables, before, cache)
-        if given is None:
+        cache, kept = self._cache, given is self._tables
+        is_decode = last.num_tokens == len(last.query_lens) and batch.slot_mapping is None
+        if kept and given is not None and is_decode:
+            found = self._step(last, batch, given)
+            if found is not None:
+                return found
+        seq_lens = _seq_lens(batch, last)
+        if seq_lens is None:
             return None
-        kept = given is before
-        if kept and is_same:
+        if cache is None or given is None:
+            is_same = kept and seq_lens == last.seq_lens and batch.block_tables is None
+            return _with_extras(last, batch) if is_same else None
+        if kept and seq_lens == last.seq_lens:
             return _with_extras(last, batch)
         if len(given.reach) != len(seq_lens) or any(map(operator.gt, seq_lens, given.reach)):
             return None
@@ -141,6 +209,22 @@ class BatchChecker:
             is_scratch=False,
         )
 
+    def _step(self, last: CheckedBatch, batch: Batch, tables: _Tables) -> CheckedBatch | None:
+        """Return a batch that is the next step of a decode, checked; None: it may be another."""
+        lens, decode = _copied(batch.seq_lens), self._decode
+        if not lens or type(lens[0]) is not int or lens[0] != last.seq_lens[0] + 1:
+            return None
+        if decode is None or decode.batch is not last:
+            assert self._cache is not None, "tables without a cache"
+            decode = self._decode = _Decode(last, tables, self._cache)
+        try:
+            found = decode.step(lens, batch)
+        except ValueError:  # lengths that are no numbers have no bytes
+            return None
+        if found is not None:
+            self._ends = None
+        return found
+
 
 def _seq_lens(batch: Batch, last: CheckedBatch) -> tuple[int, ...] | None:
     """Return a copy of a batch's sequence lengths if they fit and its requests are the last's."""
@@ -156,26 +240,34 @@ def _seq_lens(batch: Batch, last: CheckedBatch) -> tuple[int, ...] | None:
 
 def _lens(given: Any) -> tuple[int, ...] | None:
     """Return a copy of given lengths, or None where `check_batch` must say what they are."""
+    found = _copied(given)
+    return found if found is not None and set(map(type, found)) == {int} else None
+
+
+def _copied(given: Any) -> tuple[Any, ...] | None:
+    """Return what a list, an array or a tensor holds; None for anything else."""
     if type(given) in (np.ndarray, torch.Tensor):
         try:
             given = given.tolist()
         except RuntimeError:  # meta, sparse, quantized
             return None
-    return tuple(given) if type(given) is list and set(map(type, given)) == {int} else None
+    return tuple(given) if type(given) is list else None
 
 
 def _read(given: Any, before: _Tables | None, cache: CacheGeometry) -> _Tables | None:
     """Return a copy of block tables, the one before if they are the same; None: they are none."""
     form: Any
     blocks: Ints | None = None
+    rows: list[list[int]] | None = None
     try:
         if type(given) is list:
-            form = [marshal.dumps(row, _FORM_VERSION) for row in given]
+            form = marshal.dumps(given, _FORM_VERSION)
             if before is not None and form == before.form:
                 return before
-            blocks = _with_changed_rows(form, before)
+            rows = _plain_rows(form)
+            blocks = _with_changed_rows(rows, before)
             if blocks is None:
-                blocks = host_ints("block_tables", [_numbers(row) for row in form], 2)
+                blocks = host_ints("block_tables", rows, 2)
         elif type(given) is np.ndarray:
             form = given.shape, given.dtype, given.tobytes()
             if before is not None and form == before.form:
@@ -183,7 +275,7 @@ def _read(given: Any, before: _Tables | None, cache: CacheGeometry) -> _Tables |
             own = np.frombuffer(form[2], given.dtype).reshape(given.shape)
             blocks = host_ints("block_tables", own, 2)
     except (ValueError, OverflowError):  # no plain numbers; a `BatchError` may be one
-        blocks = None
+        blocks = rows = None
     if blocks is None:
         try:
             blocks = host_ints("block_tables", given, 2).copy()
@@ -192,33 +284,41 @@ def _read(given: Any, before: _Tables | None, cache: CacheGeometry) -> _Tables |
         form = blocks.shape, blocks.dtype, blocks.tobytes()
         if before is not None and form == before.form:
             return before
-    bad = (blocks < cache.first_free_block) | (blocks >= cache.num_blocks)
-    good = np.where(bad.any(1), bad.argmax(1), blocks.shape[1]) * cache.block_size
-    reach = np.minimum(good, cache.max_model_len).tolist()
-    return _Tables(form, blocks, blocks.tolist(), reach)
+    bad = np.ones((len(blocks), blocks.shape[1] + 1), np.bool_)  # one more column, nobody's
+    bad[:, :-1] = (blocks < cache.first_free_block) | (blocks >= cache.num_blocks)
+    reach = np.minimum(bad.argmax(1) * cache.block_size, cache.max_model_len).tolist()
+    return _Tables(form, blocks, blocks.tolist() if rows is None else rows, reach)
 
 
-def _with_changed_rows(form: list[bytes], before: _Tables | None) -> Ints | None:
+def _with_changed_rows(rows: list[list[int]], before: _Tables | None) -> Ints | None:
     """Return the blocks before with the rows that differ, where no more than that is other."""
-    if before is None or type(before.form) is not list or len(before.form) != len(form):
-        return None
-    if max(map(len, before.form)) != max(map(len, form)):
+    if before is None or before.blocks.shape != (len(rows), max(map(len, rows), default=0)):
         return None
     blocks = before.blocks.copy()
-    for at, (old, new) in enumerate(zip(before.form, form, strict=True)):
+    for at, (old, new) in enumerate(zip(before.rows, rows, strict=True)):
         if old != new:
-            row = _numbers(new)
-            blocks[at, : len(row)] = row
-            blocks[at, len(row) :] = NULL_BLOCK
+            blocks[at, : len(new)] = new
+            blocks[at, len(new) :] = NULL_BLOCK
     return blocks
 
 
-def _numbers(row: bytes) -> list[int]:
-    """Return a row of plain whole numbers; ValueError: it is none."""
-    found = marshal.loads(row)
-    if type(found) is not list or set(map(type, found)) != {int}:
-        raise ValueError("no list of ints")
+def _plain_rows(form: bytes) -> list[list[int]]:
+    """Return lists of whole numbers from their bytes; ValueError: they are none.
+
+    Each list's head and each number of 32 bits is five bytes, of which the first says what it is;
+    so whatever comes first that is neither would be seen.
+    """
+    rows, kinds = marshal.loads(form), form[::5]
+    heads, numbers = kinds.count(b"["), kinds.count(b"i")
+    if set(map(type, rows)) != {list} or heads != 1 + len(rows) or heads + numbers != len(kinds):
+        raise ValueError("no lists of ints")
+    found: list[list[int]] = rows
     return found
+
+
+def _number(lens: tuple[int, ...]) -> int:
+    """Return the bytes of lengths as one number."""
+    return int.from_bytes(marshal.dumps(lens, _FORM_VERSION), "little")
 
 
 def _with_extras(last: CheckedBatch, batch: Batch) -> CheckedBatch:
