@@ -34,14 +34,6 @@ class Load(NamedTuple):
     """Whether one kernel may copy all inputs."""
 
 
-class _Step(NamedTuple):
-    """The step whose metadata is in the buffers."""
-
-    batch: CheckedBatch
-    kind: tuple[int, int | None, bool]
-    context: ForwardContext
-
-
 class Workspace:
     """Buffers for steps of up to `max_tokens` rows and `max_reqs` requests."""
 
@@ -71,7 +63,8 @@ class Workspace:
         self._loads: dict[tuple[int, int], Load] = {}
         self._padded: Load | None = None
         """The last load; the padding rows that it left zero are zero still."""
-        self._step: _Step | None = None
+        self._step: tuple[CheckedBatch, tuple[int, int | None, bool], ForwardContext] | None = None
+        """The step whose metadata is in the buffers: its batch, kind and context."""
         self._plans = attention is not None and type(attention).plan is not AttentionBackend.plan
 
     def step_buffers(self, max_tokens: int, max_reqs: int) -> StepBuffers:
@@ -153,15 +146,15 @@ class Workspace:
         Nothing is done anew for the same batch twice in a row, where no attention plans.
         """
         last, kind = self._step, (size, uniform_query_len, in_full_graph)
-        if last is not None and last.batch is batch and last.kind == kind:
-            return last.context
+        if last is not None and last[0] is batch and last[1] == kind:
+            return last[2]
         self._step = None
         self.step.fill(batch, size)
         context = self.step.context(
             batch, size, self.attention, uniform_query_len, in_full_graph=in_full_graph
         )
         if not self._plans:
-            self._step = _Step(batch, kind, context)
+            self._step = batch, kind, context
         return self._planned(context)
 
     def unpadded_context(self, batch: CheckedBatch) -> ForwardContext:
