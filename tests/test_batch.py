@@ -267,6 +267,8 @@ def test_a_context_has_all_that_contexts_have() -> None:
     assert all(hasattr(context, name) for name in ForwardContext.__slots__)
     assert (context.padded_tokens, context.num_tokens, context.query_lens) == (4, 2, [2])
     assert (context.extras, context.uniform_query_len) == ({"a": 1}, None)
+    no_extras: Any = batch._replace(extras=None)
+    assert step.context(no_extras, 4, None).extras == {}
     context.in_segment = True
     assert (other.padded_tokens, other.in_segment, other.uniform_query_len) == (8, False, 1)
 

@@ -126,14 +126,14 @@ class ForwardContext:
         query_lens: Sequence[int],
         seq_lens_host: Sequence[int],
         block_tables_host: Any,
-        extras: Mapping[str, Any],
+        extras: Mapping[str, Any] | None,
         attention: StepAttention | None,
         uniform_query_len: int | None,
         in_full_graph: bool,
     ) -> ForwardContext:
         """Return the context of another step over the same device tensors; this one stays.
 
-        In a third of the constructor's time, since each call of a runner pays it.
+        In a third of the constructor's time: each call of a runner with metadata makes one.
         """
         new = ForwardContext.__new__(ForwardContext)
         new.in_segment = False
@@ -145,7 +145,7 @@ class ForwardContext:
         new._query_lens = query_lens
         new._seq_lens = seq_lens_host
         new._block_tables = block_tables_host
-        new._extras = extras
+        new._extras = extras or {}
         new.slot_mapping = self.slot_mapping
         new.token_to_req = self.token_to_req
         new.kv_lens = self.kv_lens
