@@ -194,38 +194,96 @@ def test_a_decode_is_checked_as_each_of_its_steps_would_be_alone(
     )
     count, width = rng.choice([1, 2, 3, 20]), cache.blocks_per_request
     blocks = rng.sample(range(cache.first_free_block, cache.num_blocks), count * width)
-    tables: Any = [blocks[at * width : (at + 1) * width] for at in range(count)]
+    tables = [blocks[at * width : (at + 1) * width] for at in range(count)]
     if rng.random() < 0.3:  # one's last blocks are missing, or another's
         start = rng.randrange(width)
         rng.choice(tables)[start:] = rng.choice([[0] * width, blocks[:width]])[start:]
     query: list[Any] = [1] * count
     lens: list[Any] = [rng.randint(1, 12) for _ in range(count)]
-    if rng.random() < 0.3:
-        tables = np.array(tables)
+    passed: Any = [row.copy() for row in tables]
+    if rng.random() < 0.5:  # blocks come as they are needed
+        passed = [row[: -(-n // block_size)] for row, n in zip(tables, lens, strict=True)]
+        passed[-1] += [0] * (width - len(passed[-1]))
+    if rng.random() < 0.5:
+        passed = np.array([row + [0] * (width - len(row)) for row in passed])
     checker, forms = BatchChecker(cache), [rng.randrange(6), rng.randrange(6)]
     used = StepBuffers(max_tokens=24, max_reqs=20, blocks_per_request=width, device=CPU)
     for _ in range(25):
         moved = 1 if rng.random() < 0.8 else rng.randint(-5, 3)
         lens[:] = [max(n + moved, 1) for n in lens]
-        changed, before = rng.choice([query, lens, lens, tables[0]]), 0
-        at, is_odd = rng.randrange(len(changed)), rng.random() < 0.15
-        if is_odd:
-            before = changed[at]
-            odd = [before + 1, before - 1, int(blocks[-1])]
-            plain = isinstance(changed, np.ndarray)
-            changed[at] = rng.choice(odd if plain else [*odd, *EVIL, float(before)])
+        for row, blocks_of, n in zip(passed, tables, lens, strict=True):
+            needed = min(-(-n // block_size), width)
+            if len(row) < needed:
+                row.extend(blocks_of[len(row) : needed])
+            elif rng.random() < 0.5:
+                row[:needed] = blocks_of[:needed]
+        changed = rng.choice([query, lens, lens, passed[0]])
+        before, is_odd = changed.copy(), rng.random() < 0.15
+        if is_odd and rng.random() < 0.2 and isinstance(changed, list):
+            changed.pop()
+        elif is_odd:
+            at = rng.randrange(len(changed))
+            odd = [changed[at] + 1, changed[at] - 1, 0, blocks[-1]]
+            is_list = isinstance(changed, list)
+            changed[at] = rng.choice([*odd, *EVIL, [8], float(changed[at])] if is_list else odd)
         batch = Batch(
             query_lens=one_of(forms[0], query),
             seq_lens=one_of(forms[1], lens),
-            block_tables=tables,
-            slot_mapping=[60 + at] * count if rng.random() < 0.02 else None,
+            block_tables=passed,
+            slot_mapping=[60] * count if rng.random() < 0.02 else None,
         )
         wanted = outcome(full, batch, count, cache)
         assert outcome(checker.check, batch, count) == wanted
         if isinstance(wanted, list):
             _compare_buffers(used, checker.check(batch, count), rng.choice([count, 24]), block_size)
-        if is_odd:
-            changed[at] = before
+        changed[:] = before
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        [[[8]], [9]],
+        [5, [[8]]],
+        [[[8]], [[9]]],
+        [[8, 0], [9]],
+        [[8], []],
+        [[], []],
+        [[True], [9]],
+        [[8.0], [9]],
+        [[8], (9,)],
+        ((8,), (9,)),
+        [[8], [2**31]],
+        [[8], [-(2**70)]],
+        np.array([[8], [9]], np.float32),
+        np.array([[8], [9]], object),
+        np.array([[8], [9]], ">i4"),
+    ],
+)
+def test_tables_that_look_like_the_ones_before_are_checked_as_they_are(tables: Any) -> None:
+    checker = BatchChecker(CACHE)
+    for lens, passed in (([1, 2], [[8], [9]]), ([2, 3], [[8], [9]]), ([3, 4], tables)):
+        batch = Batch(query_lens=[1, 1], seq_lens=lens, block_tables=passed)
+        assert outcome(checker.check, batch, 2) == outcome(full, batch, 2, CACHE)
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_a_block_that_is_taken_back_at_the_next_step_is_missed(as_array: bool) -> None:
+    checker, tables = BatchChecker(CACHE), [[8, 0], [9, 10]]
+    for length, block in ((3, 0), (4, 0), (5, 11), (6, 0), (6, 11), (7, 11)):
+        tables[0][1] = block
+        passed = np.array(tables) if as_array else tables
+        batch = Batch(query_lens=[1, 1], seq_lens=[length, length], block_tables=passed)
+        wanted = outcome(full, batch, 2, CACHE)
+        assert outcome(checker.check, batch, 2) == wanted
+        assert isinstance(wanted, str) == (length == 6 and block == 0)
+
+
+def test_a_step_after_one_in_scratch_blocks_may_not_name_these() -> None:
+    checker = BatchChecker(CACHE)
+    checker.check(Batch(query_lens=[1, 1]), 2)
+    batch = Batch(query_lens=[1, 1], seq_lens=[2, 2], block_tables=[[1], [2]])
+    with pytest.raises(BatchError, match="got blocks from 1 to 2"):
+        checker.check(batch, 2)
 
 
 def test_a_step_of_a_decode_is_known_by_the_bytes_of_its_lengths(

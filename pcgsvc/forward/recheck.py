@@ -26,9 +26,6 @@ from pcgsvc.forward.batch import (
 from pcgsvc.forward.host_values import Ints, host_ints
 from pcgsvc.ops.attention import NULL_BLOCK
 
-_FEW = 32
-"""Most requests of one token each whose slots are looked up one by one, which then is faster."""
-
 _FORM_VERSION = 2
 """Of `marshal`: the last one that writes equal bytes for equal values, whoever else holds them. An
 int of 32 bits is `i` and four bytes, lowest first; a list or tuple `[` or `(`, then its length."""
@@ -44,24 +41,24 @@ class _Tables(NamedTuple):
     """What was passed: lists as bytes, else (shape, dtype, all values as bytes)."""
     blocks: Ints
     """A copy of it."""
-    rows: list[list[int]]
-    """The same once more, rows as long as they were."""
+    rows: list[list[int]] | None
+    """Lists as they were passed; None for other things."""
     reach: list[int]
     """Tokens that each request's leading blocks hold, as far as they are the caller's."""
 
 
 class _Decode:
-    """Requests of one new token each whose tables stay, and what their next step is.
+    """Requests of one new token each, and what their next step is.
 
     Lengths are compared as bytes. In these a tuple of ints has as many for each, lowest first: when
     each int grows by one, then the bytes, as one number, grow by what is the same at every step.
     """
 
-    def __init__(self, batch: CheckedBatch, tables: _Tables, cache: CacheGeometry) -> None:
+    def __init__(self, batch: CheckedBatch, cache: CacheGeometry) -> None:
         lens, count = batch.seq_lens, len(batch.seq_lens)
         self.batch = batch
         """The last step."""
-        self._tables, self._block_size = tables, cache.block_size
+        self._block_size = cache.block_size
         self._left = cache.max_model_len - max(lens)
         """Steps until a request is as long as one may be."""
         self._one_each = marshal.dumps(batch.query_lens, _FORM_VERSION)
@@ -73,28 +70,35 @@ class _Decode:
         for request, length in enumerate(lens):
             self._starts.setdefault((self._left + length) % cache.block_size, []).append(request)
 
-    def step(self, seq_lens: tuple[Any, ...], batch: Batch) -> CheckedBatch | None:
-        """Return a batch of these tables and lengths if it is the next step, checked; else None."""
+    def step(
+        self, seq_lens: tuple[Any, ...], batch: Batch, tables: _Tables, *, kept: bool
+    ) -> CheckedBatch | None:
+        """Return a batch of these lengths and tables if it is the next step, checked; else None.
+
+        `kept`: whether the tables are those of the last step.
+        """
         last, lens = self.batch, self._lens + self._growth
         form = lens.to_bytes(len(self._one_each), "little")
         if self._left < 1 or marshal.dumps(seq_lens, _FORM_VERSION) != form:
             return None
         if marshal.dumps(_copied(batch.query_lens), _FORM_VERSION) != self._one_each:
             return None
-        rows, tables = self._rows + _ONE, last.block_tables
-        starting = self._starts.get(self._left % self._block_size)
+        used = last.block_tables
+        assert used is not None, "no attention"
+        if not (kept or _begins_with(tables.blocks, used)):
+            return None
+        rows, starting = self._rows + _ONE, self._starts.get(self._left % self._block_size)
         if starting is not None:
-            assert tables is not None, "no attention"
-            tables, slots = tables.copy(), rows[1]
+            used, slots = used.copy(), rows[1]
             for request in starting:
-                if seq_lens[request] > self._tables.reach[request]:
+                if seq_lens[request] > tables.reach[request]:
                     return None
                 column = (seq_lens[request] - 1) // self._block_size
-                tables[request, column] = block = self._tables.rows[request][column]
+                used[request, column] = block = tables.blocks[request, column]
                 slots[request] = block * self._block_size
             if len(set(slots.tolist())) < len(slots):
                 return None
-            tables.setflags(write=False)
+            used.setflags(write=False)
         rows.setflags(write=False)
         self._rows, self._lens, self._left = rows, lens, self._left - 1
         self.batch = CheckedBatch(
@@ -103,7 +107,7 @@ class _Decode:
             last.num_tokens,
             last.owners,
             rows[0],
-            tables,
+            used,
             rows[1],
             batch.extras,
             last.cache,
@@ -161,10 +165,10 @@ class BatchChecker:
     def _next(self, last: CheckedBatch, batch: Batch, given: _Tables | None) -> CheckedBatch | None:
         """Return a batch of the last one's query lengths, checked; None: `check_batch` must."""
         cache, kept = self._cache, given is self._tables
-        is_decode = last.num_tokens == len(last.query_lens) and batch.slot_mapping is None
-        if kept and given is not None and is_decode:
-            found = self._step(last, batch, given)
+        if given is not None and last.num_tokens == len(last.query_lens):
+            found = self._step(last, batch, given, kept=kept)
             if found is not None:
+                self._tables, self._ends = given, None
                 return found
         seq_lens = _seq_lens(batch, last)
         if seq_lens is None:
@@ -178,15 +182,9 @@ class BatchChecker:
             return None
         size, tables = cache.block_size, given.blocks
         ends = [(n - 1) // size for n in seq_lens]
-        if last.num_tokens == len(seq_lens) <= _FEW:
-            last_rows = [n - 1 for n in seq_lens]
-            pairs = zip(given.rows, ends, last_rows, strict=True)
-            slots = np.array([row[end] * size + n % size for row, end, n in pairs])
-            positions = np.array(last_rows)
-        else:
-            moved = np.asarray(seq_lens) - np.asarray(last.seq_lens)
-            positions = last.positions + moved[last.owners]
-            slots = tables[last.owners, positions // size] * size + positions % size
+        moved = np.asarray(seq_lens) - np.asarray(last.seq_lens)
+        positions = last.positions + moved[last.owners]
+        slots = tables[last.owners, positions // size] * size + positions % size
         check_distinct(slots, cache)
         if not kept or ends != self._ends or last.block_tables is None:
             used = np.arange(tables.shape[1]) <= np.asarray(ends)[:, None]
@@ -210,21 +208,21 @@ class BatchChecker:
             is_scratch=False,
         )
 
-    def _step(self, last: CheckedBatch, batch: Batch, tables: _Tables) -> CheckedBatch | None:
+    def _step(
+        self, last: CheckedBatch, batch: Batch, tables: _Tables, *, kept: bool
+    ) -> CheckedBatch | None:
         """Return a batch that is the next step of a decode, checked; None: it may be another."""
-        lens, decode = _copied(batch.seq_lens), self._decode
+        lens, decode, cache = _copied(batch.seq_lens), self._decode, self._cache
         if not lens or type(lens[0]) is not int or lens[0] != last.seq_lens[0] + 1:
             return None
+        if batch.slot_mapping is not None or cache is None or last.is_scratch:
+            return None
         if decode is None or decode.batch is not last:
-            assert self._cache is not None, "tables without a cache"
-            decode = self._decode = _Decode(last, tables, self._cache)
+            decode = self._decode = _Decode(last, cache)
         try:
-            found = decode.step(lens, batch)
+            return decode.step(lens, batch, tables, kept=kept)
         except ValueError:  # lengths that are no numbers have no bytes
             return None
-        if found is not None:
-            self._ends = None
-        return found
 
 
 def _seq_lens(batch: Batch, last: CheckedBatch) -> tuple[int, ...] | None:
@@ -288,12 +286,21 @@ def _read(given: Any, before: _Tables | None, cache: CacheGeometry) -> _Tables |
     bad = np.ones((len(blocks), blocks.shape[1] + 1), np.bool_)  # one more column, nobody's
     bad[:, :-1] = (blocks < cache.first_free_block) | (blocks >= cache.num_blocks)
     reach = np.minimum(bad.argmax(1) * cache.block_size, cache.max_model_len).tolist()
-    return _Tables(form, blocks, blocks.tolist() if rows is None else rows, reach)
+    return _Tables(form, blocks, rows, reach)
+
+
+def _begins_with(blocks: Ints, used: Ints) -> bool:
+    """Whether tables have what is used of others in the same places."""
+    if blocks.shape != used.shape:
+        return False
+    return np.where(used == NULL_BLOCK, NULL_BLOCK, blocks).tobytes() == used.tobytes()
 
 
 def _with_changed_rows(rows: list[list[int]], before: _Tables | None) -> Ints | None:
     """Return the blocks before with the rows that differ, where no more than that is other."""
-    if before is None or before.blocks.shape != (len(rows), max(map(len, rows), default=0)):
+    if before is None or before.rows is None:
+        return None
+    if before.blocks.shape != (len(rows), max(map(len, rows), default=0)):
         return None
     blocks = before.blocks.copy()
     for at, (old, new) in enumerate(zip(before.rows, rows, strict=True)):
@@ -304,14 +311,13 @@ def _with_changed_rows(rows: list[list[int]], before: _Tables | None) -> Ints | 
 
 
 def _plain_rows(form: bytes) -> list[list[int]]:
-    """Return lists of whole numbers from their bytes; ValueError: they are none.
+    """Return lists of whole numbers, or of such lists, from their bytes; ValueError: they are none.
 
     Each list's head and each number of 32 bits is five bytes, of which the first says what it is;
     so whatever comes first that is neither would be seen.
     """
     rows, kinds = marshal.loads(form), form[::5]
-    heads, numbers = kinds.count(b"["), kinds.count(b"i")
-    if set(map(type, rows)) != {list} or heads != 1 + len(rows) or heads + numbers != len(kinds):
+    if set(map(type, rows)) != {list} or kinds.count(b"[") + kinds.count(b"i") != len(kinds):
         raise ValueError("no lists of ints")
     found: list[list[int]] = rows
     return found
