@@ -18,6 +18,7 @@ from pcgsvc.forward.batch import (
     StepBuffers,
     check_batch,
 )
+from pcgsvc.ops.context import ForwardContext
 
 CACHE = CacheGeometry(block_size=4, num_blocks=12, scratch_blocks=5, max_model_len=20)
 CPU = torch.device("cpu")
@@ -248,6 +249,34 @@ def test_a_fill_that_is_cut_short_is_not_taken_for_done_by_the_next(field: str) 
     for name in ("slot_mapping", "token_to_req", "kv_lens"):
         assert torch.equal(getattr(step, name)[:5], getattr(fresh, name)[:5]), name
     assert step.block_tables[:2, :1].tolist() == [[6], [8]]
+
+
+def test_tables_that_only_look_alike_as_bytes_are_filled_in() -> None:
+    step = buffers()
+    step.fill(check_batch(Batch(query_lens=[5], block_tables=[[6, 7]]), 5, CACHE), 5)
+    equal = check_batch(Batch(query_lens=[5], block_tables=[[6, 7]]), 5, CACHE)
+    step.fill(equal, 5)
+    assert step.block_tables[:2, :2].tolist() == [[6, 7], [0, 0]]
+    step.fill(check_batch(Batch(query_lens=[1, 1], block_tables=[[6], [7]]), 2, CACHE), 2)
+    assert step.block_tables[:2, :1].tolist() == [[6], [7]]
+
+
+def test_a_context_has_all_that_contexts_have() -> None:
+    step, batch = buffers(), check_batch(Batch(query_lens=[2], extras={"a": 1}), 2, CACHE)
+    context, other = step.context(batch, 4, None), step.context(batch, 8, None, 1)
+    assert all(hasattr(context, name) for name in ForwardContext.__slots__)
+    assert (context.padded_tokens, context.num_tokens, context.query_lens) == (4, 2, [2])
+    assert (context.extras, context.uniform_query_len) == ({"a": 1}, None)
+    no_extras: Any = batch._replace(extras=None)
+    assert step.context(no_extras, 4, None).extras == {}
+    context.in_segment = True
+    assert (other.padded_tokens, other.in_segment, other.uniform_query_len) == (8, False, 1)
+
+
+def test_a_length_that_the_buffers_cannot_hold_is_refused() -> None:
+    with pytest.raises(BatchError, match="got 2147483648; lengths are kept in 32 bits"):
+        check_batch(Batch(query_lens=[1, 1], seq_lens=[2**31, 1]), 2, None)
+    assert check_batch(Batch(query_lens=[1], seq_lens=[2**31 - 1]), 1, None).seq_lens[0] > 0
 
 
 def test_a_wide_table_is_cut_to_the_width_that_a_request_can_use() -> None:

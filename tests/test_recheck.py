@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcgsvc.errors import BatchError
+from pcgsvc.forward import recheck
 from pcgsvc.forward.batch import (
     Batch,
     CacheGeometry,
@@ -148,10 +149,15 @@ def test_a_chain_of_batches_is_checked_as_each_would_be_alone(
         caller.change()
 
 
-def _compare_buffers(used: StepBuffers, batch: CheckedBatch, size: int) -> None:
+def _compare_buffers(
+    used: StepBuffers, batch: CheckedBatch, size: int, block_size: int = CACHE.block_size
+) -> None:
     """Buffers that held other steps before have what fresh ones have, wherever it counts."""
     new = StepBuffers(
-        max_tokens=16, max_reqs=REQS, blocks_per_request=CACHE.blocks_per_request, device=CPU
+        max_tokens=used.max_tokens,
+        max_reqs=used.max_reqs,
+        blocks_per_request=used.block_tables.shape[1],
+        device=CPU,
     )
     for step in (used, new):
         step.fill(batch, size)
@@ -161,10 +167,144 @@ def _compare_buffers(used: StepBuffers, batch: CheckedBatch, size: int) -> None:
     if batch.slot_mapping is not None:
         names.append("slot_mapping")
         for at, length in enumerate(batch.seq_lens):
-            blocks = -(-length // CACHE.block_size)
+            blocks = -(-length // block_size)
             assert torch.equal(used.block_tables[at, :blocks], new.block_tables[at, :blocks])
     for name in names:
         assert torch.equal(getattr(used, name)[:size], getattr(new, name)[:size]), name
+
+
+def one_of(form: int, values: list[Any]) -> Any:
+    """Return lengths as one of the things that callers have."""
+    if form == 0 or not all(type(v) is int for v in values):
+        return values
+    array = np.array(values, (np.int64, np.int32, np.int16)[form % 3])
+    return torch.from_numpy(array) if form > 3 else array
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_decode_is_checked_as_each_of_its_steps_would_be_alone(
+    block_size: int, seed: int
+) -> None:
+    """Over the ends of blocks, up to what may follow no more, with odd steps between."""
+    rng = random.Random(seed)
+    cache = CacheGeometry(
+        block_size=block_size, num_blocks=900, scratch_blocks=7, max_model_len=rng.randint(20, 30)
+    )
+    count, width = rng.choice([1, 2, 3, 20]), cache.blocks_per_request
+    blocks = rng.sample(range(cache.first_free_block, cache.num_blocks), count * width)
+    tables = [blocks[at * width : (at + 1) * width] for at in range(count)]
+    if rng.random() < 0.3:  # one's last blocks are missing, or another's
+        start = rng.randrange(width)
+        rng.choice(tables)[start:] = rng.choice([[0] * width, blocks[:width]])[start:]
+    query: list[Any] = [1] * count
+    lens: list[Any] = [rng.randint(1, 12) for _ in range(count)]
+    passed: Any = [row.copy() for row in tables]
+    if rng.random() < 0.5:  # blocks come as they are needed
+        passed = [row[: -(-n // block_size)] for row, n in zip(tables, lens, strict=True)]
+        passed[-1] += [0] * (width - len(passed[-1]))
+    if rng.random() < 0.5:
+        passed = np.array([row + [0] * (width - len(row)) for row in passed])
+    checker, forms = BatchChecker(cache), [rng.randrange(6), rng.randrange(6)]
+    used = StepBuffers(max_tokens=24, max_reqs=20, blocks_per_request=width, device=CPU)
+    for _ in range(25):
+        moved = 1 if rng.random() < 0.8 else rng.randint(-5, 3)
+        lens[:] = [max(n + moved, 1) for n in lens]
+        for row, blocks_of, n in zip(passed, tables, lens, strict=True):
+            needed = min(-(-n // block_size), width)
+            if len(row) < needed:
+                row.extend(blocks_of[len(row) : needed])
+            elif rng.random() < 0.5:
+                row[:needed] = blocks_of[:needed]
+        changed = rng.choice([query, lens, lens, passed[0]])
+        before, is_odd = changed.copy(), rng.random() < 0.15
+        if is_odd and rng.random() < 0.2 and isinstance(changed, list):
+            changed.pop()
+        elif is_odd:
+            at = rng.randrange(len(changed))
+            odd = [changed[at] + 1, changed[at] - 1, 0, blocks[-1]]
+            is_list = isinstance(changed, list)
+            changed[at] = rng.choice([*odd, *EVIL, [8], float(changed[at])] if is_list else odd)
+        batch = Batch(
+            query_lens=one_of(forms[0], query),
+            seq_lens=one_of(forms[1], lens),
+            block_tables=passed,
+            slot_mapping=[60] * count if rng.random() < 0.02 else None,
+        )
+        wanted = outcome(full, batch, count, cache)
+        assert outcome(checker.check, batch, count) == wanted
+        if isinstance(wanted, list):
+            _compare_buffers(used, checker.check(batch, count), rng.choice([count, 24]), block_size)
+        changed[:] = before
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        [[[8]], [9]],
+        [5, [[8]]],
+        [[[8]], [[9]]],
+        [[8, 0], [9]],
+        [[8], []],
+        [[], []],
+        [[True], [9]],
+        [[8.0], [9]],
+        [[8], (9,)],
+        ((8,), (9,)),
+        [[8], [2**31]],
+        [[8], [-(2**70)]],
+        np.array([[8], [9]], np.float32),
+        np.array([[8], [9]], object),
+        np.array([[8], [9]], ">i4"),
+    ],
+)
+def test_tables_that_look_like_the_ones_before_are_checked_as_they_are(tables: Any) -> None:
+    checker = BatchChecker(CACHE)
+    for lens, passed in (([1, 2], [[8], [9]]), ([2, 3], [[8], [9]]), ([3, 4], tables)):
+        batch = Batch(query_lens=[1, 1], seq_lens=lens, block_tables=passed)
+        assert outcome(checker.check, batch, 2) == outcome(full, batch, 2, CACHE)
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_a_block_that_is_taken_back_at_the_next_step_is_missed(as_array: bool) -> None:
+    checker, tables = BatchChecker(CACHE), [[8, 0], [9, 10]]
+    for length, block in ((3, 0), (4, 0), (5, 11), (6, 0), (6, 11), (7, 11)):
+        tables[0][1] = block
+        passed = np.array(tables) if as_array else tables
+        batch = Batch(query_lens=[1, 1], seq_lens=[length, length], block_tables=passed)
+        wanted = outcome(full, batch, 2, CACHE)
+        assert outcome(checker.check, batch, 2) == wanted
+        assert isinstance(wanted, str) == (length == 6 and block == 0)
+
+
+def test_a_step_after_one_in_scratch_blocks_may_not_name_these() -> None:
+    checker = BatchChecker(CACHE)
+    checker.check(Batch(query_lens=[1, 1]), 2)
+    batch = Batch(query_lens=[1, 1], seq_lens=[2, 2], block_tables=[[1], [2]])
+    with pytest.raises(BatchError, match="got blocks from 1 to 2"):
+        checker.check(batch, 2)
+
+
+def test_a_step_of_a_decode_is_known_by_the_bytes_of_its_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `marshal` writes is what `_Decode` counts on, where a byte is carried as well."""
+    cache = CacheGeometry(block_size=64, num_blocks=9000, scratch_blocks=1, max_model_len=70000)
+    table = range(cache.first_free_block, cache.first_free_block + cache.blocks_per_request)
+    tables = [[n + 2000 * request for n in table] for request in range(3)]
+    checker = BatchChecker(cache)
+    for start in (250, 65530):
+        for step in range(20):
+            with monkeypatch.context() as patch:
+                if step > 0:
+                    patch.setattr(recheck, "_seq_lens", None)
+                    patch.setattr(recheck, "check_batch", None)
+                lens = [start + step, 300 + step, start + step]
+                checked = checker.check(
+                    Batch(query_lens=[1] * 3, seq_lens=lens, block_tables=tables), 3
+                )
+            assert checked.seq_lens == tuple(lens)
 
 
 def test_a_batch_that_is_passed_again_is_the_same_object_until_something_differs() -> None:

@@ -22,6 +22,12 @@ from pcgsvc.forward.staging import Copied, Staging
 from pcgsvc.ops.attention import NULL_BLOCK, AttentionBackend
 from pcgsvc.ops.context import ForwardContext
 
+_FEW = 16
+"""Most lengths that are copied from a tuple faster than they are made of an array."""
+
+_LONGEST = 2**31 - 1
+"""Most tokens of a request: the buffers are of int32."""
+
 
 @dataclass(kw_only=True)
 class Batch:
@@ -120,6 +126,11 @@ def check_batch(
                 f"batch.seq_lens: got {seq_lens} with query_lens {query_lens}; one length per "
                 "request is needed, its new tokens included."
             )
+    if cache is None and max(seq_lens) > _LONGEST:
+        raise BatchError(
+            f"batch.seq_lens: got {max(seq_lens)}; lengths are kept in 32 bits, so the longest "
+            f"request is {_LONGEST}."
+        )
     owners, positions = _rows(query_lens, seq_lens)
     tables = slots = None
     if cache is not None:
@@ -303,10 +314,27 @@ class StepBuffers:
         self._layout: tuple[int, tuple[int, ...]] = 0, ()
         """The padded size and the query lengths that were filled in last; of no step while some of
         them are."""
+        self._moving: tuple[Any, ...] = ()
+        """What each step of that layout writes: the slots and the key counts of its true rows, and
+        the lengths of its requests."""
         self._tables: Ints | None = None
         """The block tables that were; they cannot be written to."""
         self._next_tables: Ints | None = None
         """Those that are there once what is staged has been copied."""
+        self._context = ForwardContext(
+            padded_tokens=0,
+            num_tokens=0,
+            query_lens=(),
+            seq_lens_host=(),
+            slot_mapping=self.slot_mapping,
+            token_to_req=self.token_to_req,
+            kv_lens=self.kv_lens,
+            block_tables=self.block_tables,
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            num_tokens_tensor=self.num_tokens,
+        )
+        """Of no step; what all have."""
 
     @property
     def num_bytes(self) -> int:
@@ -325,16 +353,24 @@ class StepBuffers:
 
         On the host nothing is left to do.
         """
-        _, slots, _, kv_lens, _, seqs, tables = self._fields
-        true, reqs = batch.num_tokens, len(batch.query_lens)
+        reqs, tables = len(batch.query_lens), self._fields[-1]
         if self._layout != (padded_tokens, batch.query_lens):
             self._write_layout(batch, padded_tokens)
-        seqs[:reqs] = batch.seq_lens
-        kv_lens[:true] = seqs[:reqs] if reqs == true else batch.positions + 1
+        slots, kv_lens, seqs = self._moving
+        one_each = len(kv_lens) == reqs
+        if one_each and reqs > _FEW:
+            kv_lens[:] = batch.positions + 1
+            seqs[:] = kv_lens
+        else:
+            seqs[:] = batch.seq_lens
+            kv_lens[:] = seqs if one_each else batch.positions + 1
         if batch.slot_mapping is not None:
-            slots[:true] = batch.slot_mapping
+            slots[:] = batch.slot_mapping
         used, given, before = self._table_start, batch.block_tables, self._tables
         self._tables, self._next_tables = None, given
+        if given is not None and before is not None and given is not before:
+            is_same = given.shape == before.shape and given.tobytes() == before.tobytes()
+            before = given if is_same else before
         if given is not None and given is not before:
             width = min(given.shape[1], self._width)
             tables[:reqs, :width] = given[:, :width]
@@ -369,6 +405,7 @@ class StepBuffers:
         starts[1 : reqs + 1] = list(itertools.accumulate(batch.query_lens))
         starts[reqs + 1 :] = true
         seqs[reqs:] = 0
+        self._moving = slots[:true], kv_lens[:true], seqs[:reqs]
         self._layout = padded_tokens, batch.query_lens
 
     def context(
@@ -381,21 +418,14 @@ class StepBuffers:
         in_full_graph: bool = False,
     ) -> ForwardContext:
         """Return the context of a step whose metadata has been filled in."""
-        return ForwardContext(
+        return self._context.of_step(
             padded_tokens=padded_tokens,
             num_tokens=batch.num_tokens,
             query_lens=batch.query_lens,
             seq_lens_host=batch.seq_lens,
-            slot_mapping=self.slot_mapping,
-            token_to_req=self.token_to_req,
-            kv_lens=self.kv_lens,
-            block_tables=self.block_tables,
-            query_start_loc=self.query_start_loc,
-            seq_lens=self.seq_lens,
-            num_tokens_tensor=self.num_tokens,
-            attention=attention,
+            block_tables_host=batch.block_tables,
             extras=batch.extras,
+            attention=attention,
             uniform_query_len=uniform_query_len,
             in_full_graph=in_full_graph,
-            block_tables_host=batch.block_tables,
         )

@@ -35,12 +35,8 @@ class Load(NamedTuple):
     """Whether one kernel may copy all inputs."""
 
 
-class _Step(NamedTuple):
-    """The step whose metadata is in the buffers."""
-
-    batch: CheckedBatch
-    kind: tuple[int, int | None, bool]
-    context: ForwardContext
+_Step = tuple[CheckedBatch, tuple[int, int | None, bool], ForwardContext]
+"""A step's batch, kind and context."""
 
 
 class Workspace:
@@ -73,6 +69,7 @@ class Workspace:
         self._padded: Load | None = None
         """The last load; the padding rows that it left zero are zero still."""
         self._step: _Step | None = None
+        """The step whose metadata is in the buffers."""
         self._next_step: _Step | None = None
         """What becomes of it once what is staged has been copied."""
         self.plans = attention is not None and type(attention).plan is not AttentionBackend.plan
@@ -159,8 +156,8 @@ class Workspace:
         `stage`, for attention that plans nothing, the caller copies `step.staged` and tells `sent`.
         """
         last, kind = self._step, (size, uniform_query_len, in_full_graph)
-        if last is not None and last.batch is batch and last.kind == kind:
-            return last.context
+        if last is not None and last[0] is batch and last[1] == kind:
+            return last[2]
         self._step = self._next_step = None
         if stage:
             self.step.stage(batch, size)
@@ -170,7 +167,7 @@ class Workspace:
             batch, size, self.attention, uniform_query_len, in_full_graph=in_full_graph
         )
         if not self.plans:
-            self._next_step = _Step(batch, kind, context)
+            self._next_step = batch, kind, context
         if not stage:
             self._step, self._next_step = self._next_step, None
         return self._planned(context)

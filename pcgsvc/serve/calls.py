@@ -231,7 +231,7 @@ class Calls:
         else:
             refuse_other_runner(batch, self.memory.geometry)
             refuse_lost_context(batch)
-        if self._served[0] is not batch.query_lens:
+        if self._served[0] != batch.query_lens:
             self._served = batch.query_lens, self.route_of(batch)
         return batch, self._served[1]
 
