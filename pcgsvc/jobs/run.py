@@ -36,7 +36,7 @@ from pcgsvc.ops.support import Support
 from pcgsvc.pipeline import build_from_config
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.existing import read_reports
-from pcgsvc.report.plan_files import draw_plan, picture_problem
+from pcgsvc.report.plan_html import draw_plan
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import report_head, write_report
 from pcgsvc.report.sizes_table import show_traffic
@@ -91,15 +91,9 @@ def _config(config: Config, report_path: Path, out: Console) -> NoReturn:
 
 def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     started = time.perf_counter()
-    problem = picture_problem()
-    if problem is not None and config.strict:
-        raise ConfigError(f"strict=true, and {problem}")
     with progress_for(out) as progress:
         done = plan(config, progress)
     report = plan_report(done)
-    if problem is not None:
-        logger.warning("%s", problem)
-        report["warnings"].append(problem)
     draw_plan(report, report_path.absolute())
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
     return _finish(report, report_path, out)
