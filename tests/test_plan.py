@@ -32,13 +32,12 @@ from pcgsvc.forward.request import Planned, Request, arguments_of
 from pcgsvc.jobs.plan import planner
 from pcgsvc.jobs.plan.planner import Plan, plan
 from pcgsvc.jobs.plan.pool import MIB, Event, Pool
-from pcgsvc.jobs.plan.section import plan_report, plan_section
+from pcgsvc.jobs.plan.section import fold, plan_report, plan_section
 from pcgsvc.jobs.plan.tracked import Tracked
 from pcgsvc.jobs.preflight import check
 from pcgsvc.jobs.run import run_job
 from pcgsvc.models import catalog
 from pcgsvc.report import plan_svg
-from pcgsvc.report.fold import fold
 from pcgsvc.report.plan_html import draw_plan
 
 SMALL = ["model.num_layers=2", "capture.sizes=[1,4]", "device=cpu", "compiler=eager"]

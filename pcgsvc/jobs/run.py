@@ -28,8 +28,7 @@ from pcgsvc.jobs.compile import compile_and_prove, problem_of
 from pcgsvc.jobs.doctor import FAIL, examine
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.plan.section import plan_report
-from pcgsvc.jobs.sizes.recommend import sizes_job
-from pcgsvc.jobs.sizes.replay import replay
+from pcgsvc.jobs.sizes import replay, sizes_job
 from pcgsvc.jobs.verify import verify_all
 from pcgsvc.ops.expert_group import rank_of_process, uses_group
 from pcgsvc.ops.support import Support
