@@ -55,11 +55,7 @@ def check_stated(
 
 
 def open_safetensors(file: Path, extra: str) -> Any:
-    """Return the package's handle of a file, from which tensors are read by name.
-
-    Args:
-        file: a `.safetensors` file.
-        extra: of pcgsvc, which brings the package.
+    """Return the package's handle of a `.safetensors` file, from which tensors are read by name.
 
     Raises:
         ConfigError: the file is truncated or damaged, or the package is missing.
