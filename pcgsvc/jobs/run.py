@@ -30,7 +30,8 @@ from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.plan.section import plan_report
 from pcgsvc.jobs.sizes import replay, sizes_job
 from pcgsvc.jobs.verify import verify_all
-from pcgsvc.ops.expert_group import rank_of_process, uses_group
+from pcgsvc.ops.collectives import rank_and_world
+from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.ops.support import Support
 from pcgsvc.pipeline import build_from_config
 from pcgsvc.report.comparison import show_and_write
@@ -68,7 +69,7 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.VERIFY: _verify,
         Job.DOCTOR: _doctor,
     }
-    rank = rank_of_process() if uses_group(config) else 0
+    rank, _ = (rank_and_world() if uses_group(config) else None) or (0, 1)
     if rank:
         report_path = report_path.with_suffix(f".rank{rank}{report_path.suffix}")
     return jobs[config.job](config, report_path, console(quiet=rank > 0)) or {}
