@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from pcgsvc.errors import PcgError
-from pcgsvc.models.extras import require
+from pcgsvc.models.files import require
 from pcgsvc.serve.runner import Runner
 
 BUCKETS_S = tuple(round(base * 10.0**power, 6) for power in range(-5, 1) for base in (1, 2, 5))

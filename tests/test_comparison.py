@@ -23,9 +23,8 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.report.comparison import csv_of, show_and_write, tree_of
 from pcgsvc.report.comparison_table import show_jobs
 from pcgsvc.report.costs import Cost, weigh
-from pcgsvc.report.differences import differing_overrides, differing_settings
 from pcgsvc.report.plots import figure_of, png_of
-from pcgsvc.report.rows import Row, facts_of
+from pcgsvc.report.rows import Row, differing_overrides, differing_settings, facts_of
 
 MODES = ["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 
@@ -370,7 +369,7 @@ import sys
 from report_helpers import make_row
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.costs import weigh
-from pcgsvc.report.differences import differing_overrides, differing_settings
+from pcgsvc.report.rows import differing_overrides, differing_settings
 from pcgsvc.report.plots import png_of
 assert not [m for m in sys.modules if m.startswith("matplotlib")]
 rows = [make_row()]

@@ -29,7 +29,7 @@ from pcgsvc.models.catalog import build_model, validate_model
 from pcgsvc.models.encoder import Encoder, EncoderDims, preset_dims
 from pcgsvc.models.encoder_checkpoint import open_encoder, parts_of
 from pcgsvc.models.encoder_family import WordPiece
-from pcgsvc.models.fetched import FETCHED, models_dir
+from pcgsvc.models.files import FETCHED, models_dir
 from pcgsvc.ops.context import use_context
 from pcgsvc.ops.encoder_attention import encoder_attention
 from pcgsvc.serve.embed import pool

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pcgsvc.models.hf.masks import MaskError, window
+from pcgsvc.models.hf.probe import MaskError, mask_window
 
 Mask = Callable[[Any, Any, Any, Any], Any]
 CAUSAL: Mask = lambda b, h, q, k: k <= q  # noqa: E731
@@ -20,17 +20,17 @@ def sliding(size: int) -> Mask:
 
 @pytest.mark.parametrize("length", [1, 7, 64, 5000])
 def test_causal_masks_have_no_window(length: int) -> None:
-    assert window(CAUSAL, length) is None
+    assert mask_window(CAUSAL, length) is None
 
 
 @pytest.mark.parametrize("size", [1, 4, 63])
 def test_windows_are_found_far_beyond_the_first_tokens(size: int) -> None:
-    assert window(sliding(size), 64) == size
-    assert window(sliding(4096), 5000) == 4096
+    assert mask_window(sliding(size), 64) == size
+    assert mask_window(sliding(4096), 5000) == 4096
 
 
 def test_a_window_as_long_as_the_model_is_none() -> None:
-    assert window(sliding(64), 64) is None
+    assert mask_window(sliding(64), 64) is None
 
 
 MASKS: dict[str, Mask] = {
@@ -46,10 +46,10 @@ MASKS: dict[str, Mask] = {
 @pytest.mark.parametrize("kind", MASKS)
 def test_other_masks_are_refused(kind: str) -> None:
     with pytest.raises(MaskError, match="neither causal nor a sliding window"):
-        window(MASKS[kind], 100)
+        mask_window(MASKS[kind], 100)
 
 
 def test_masks_that_depend_on_data_are_refused() -> None:
     padding = torch.ones(1, 8, dtype=torch.bool)
     with pytest.raises(MaskError, match="depends on data"):
-        window(lambda b, h, q, k: (k <= q) & padding[b, k], 64)
+        mask_window(lambda b, h, q, k: (k <= q) & padding[b, k], 64)

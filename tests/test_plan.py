@@ -32,13 +32,13 @@ from pcgsvc.forward.request import Planned, Request, arguments_of
 from pcgsvc.jobs.plan import planner
 from pcgsvc.jobs.plan.planner import Plan, plan
 from pcgsvc.jobs.plan.pool import MIB, Event, Pool
-from pcgsvc.jobs.plan.section import plan_report, plan_section
+from pcgsvc.jobs.plan.section import fold, plan_report, plan_section
 from pcgsvc.jobs.plan.tracked import Tracked
 from pcgsvc.jobs.preflight import check
 from pcgsvc.jobs.run import run_job
 from pcgsvc.models import catalog
-from pcgsvc.report import plan_files, plan_svg
-from pcgsvc.report.fold import fold
+from pcgsvc.report import plan_svg
+from pcgsvc.report.plan_html import draw_plan
 
 SMALL = ["model.num_layers=2", "capture.sizes=[1,4]", "device=cpu", "compiler=eager"]
 NO_CUDA = pytest.mark.skipif(
@@ -429,8 +429,12 @@ def report_of(config: Config, path: Path) -> dict[str, Any]:
 
 
 def test_files_lie_beside_the_report_and_say_what_it_says(
-    tmp_path: Path, validate_report: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    validate_report: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # the picture needs none
     report = report_of(compose([*SMALL, "model.num_layers=5"]), tmp_path / "report.json")
     validate_report(report)
     validate_report(tmp_path / "report.json")
@@ -462,24 +466,10 @@ def test_a_report_of_another_name_has_files_of_that_name(tmp_path: Path) -> None
     assert {p.name for p in tmp_path.iterdir()} == {"mine.json", "mine.html", "mine.svg"}
 
 
-def test_without_matplotlib_there_is_a_page_and_a_warning_and_no_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan_files, "has_matplotlib", lambda: False)
-    config = compose(["model=two_regions", "device=cpu", "mode=piecewise"])
-    report = report_of(config, tmp_path / "report.json")
-    assert {p.name for p in tmp_path.iterdir()} == {"report.json", "plan.html"}
-    assert any("plan.svg is not drawn" in w for w in report["warnings"])
-    config.strict = True
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
-        report_of(config, tmp_path / "strict" / "report.json")
-    assert not (tmp_path / "strict").exists()
-
-
 def test_words_of_a_model_cannot_become_markup(tmp_path: Path) -> None:
     report = report_of(compose(["model=two_regions", "device=cpu"]), tmp_path / "report.json")
     report["plan"]["kinds"][0]["reason"] = "<script>$x_1$ & more"
-    plan_files.draw_plan(report, tmp_path / "report.json")
+    draw_plan(report, tmp_path / "report.json")
     assert "<script>" not in (tmp_path / "plan.html").read_text()
     picture = ElementTree.fromstring((tmp_path / "plan.svg").read_text())
     texts = [t.text for t in picture.iter("{http://www.w3.org/2000/svg}text")]

@@ -8,7 +8,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from pcgsvc.jobs.ranked import RankedStream, rank_among_many
+from pcgsvc.jobs.app import RankedStream, rank_among_many
 
 
 def test_each_line_has_its_rank_however_it_is_written() -> None:

@@ -14,8 +14,7 @@ from remote_helpers import SECRET, make_remote, memory_url, objects, overwrite
 from store_helpers import PIECES, PROGRAMS, fill, key, misses, open_store
 
 from pcgsvc.cache import sharing
-from pcgsvc.cache.envelope import Kind
-from pcgsvc.cache.lookup import Built
+from pcgsvc.cache.envelope import Built, Kind
 from pcgsvc.cache.remote import Remote, RemoteError
 from pcgsvc.config import CacheMode
 

@@ -16,7 +16,7 @@ from remote_helpers import make_remote, objects, overwrite
 from store_helpers import PIECES, PROGRAMS, fill, key, misses, open_store
 from warm_cli_helpers import WARM, Cli
 
-from pcgsvc.cache.lookup import Built
+from pcgsvc.cache.envelope import Built
 from pcgsvc.config import CacheConfig
 
 pytest.importorskip("s3fs", reason="pip install 'pcgsvc[test-scale]'")

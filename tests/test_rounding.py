@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcgsvc.check.rounding import redrawn
-from pcgsvc.check.tolerance import NOISE_LIMIT, TOLERANCE, error_of, tolerance_of
+from pcgsvc.check.tolerance import NOISE_LIMIT, TOLERANCE, error_of, redrawn, tolerance_of
 
 
 def deep(dtype: torch.dtype, layers: int = 24) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -15,8 +15,7 @@ from core_helpers import make_config, rows, toy
 
 import pcgsvc
 from pcgsvc.config import from_dict, to_dict
-from pcgsvc.jobs import preflight
-from pcgsvc.jobs.sizes import recommend
+from pcgsvc.jobs import preflight, sizes
 
 TINY = ["device=cpu", "model.num_layers=1", "compiler=eager", "bench.enabled=false"]
 
@@ -97,7 +96,7 @@ def test_a_sweep_takes_the_sizes_of_each_traffic_file(cli: Cli) -> None:
 def test_without_matplotlib_there_is_no_picture_and_that_is_said(
     cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recommend, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(sizes, "has_matplotlib", lambda: False)
     monkeypatch.setattr(preflight, "has_matplotlib", lambda: False)
     refused = cli("job=sizes", f"traffic={file}", "device=cpu", "strict=true")
     assert refused.code == 2

@@ -15,16 +15,16 @@ from pcgsvc.capture.plan import wanted_entries
 from pcgsvc.config import Config, Mode, SizingConfig, from_dict, resolve, validate
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.preflight import check
-from pcgsvc.jobs.sizes.replay import general_lens, sample
+from pcgsvc.jobs.sizes import general_lens, sample
 from pcgsvc.ops.modes import Resolution
 from pcgsvc.ops.support import Support
 from pcgsvc.report import sizes_plot
 from pcgsvc.report.sizes_plot import draw_calls
 from pcgsvc.serve.dispatch import DispatchTable
-from pcgsvc.sizing.auto import plan_for, with_sizes
 from pcgsvc.sizing.choice import SizePlan, plan_sizes
 from pcgsvc.sizing.cost import StepCost, measured, modelled
 from pcgsvc.sizing.expect import Forecast, Service, service_of
+from pcgsvc.sizing.resolve import plan_for, with_sizes
 from pcgsvc.sizing.traffic import Traffic, make_traffic
 
 BOTH = Service(decode=Mode.FULL, mixed=Mode.PIECEWISE, query_len=1)

@@ -23,7 +23,7 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.jobs.app import main
 from pcgsvc.models.catalog import build_model, validate_model
-from pcgsvc.models.fetched import FETCHED, find_weights, models_dir
+from pcgsvc.models.files import FETCHED, find_weights, models_dir
 from pcgsvc.models.tokenizer import GgufTokenizer
 from pcgsvc.ops.context import use_context
 

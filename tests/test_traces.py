@@ -14,8 +14,8 @@ from test_traffic_files import written
 
 from pcgsvc.config import Arrivals, Config, Mode, SchedulerConfig, from_dict, validate_sizing
 from pcgsvc.errors import ConfigError
-from pcgsvc.sizing.auto import load_traffic, plan_for
 from pcgsvc.sizing.files import read_traffic
+from pcgsvc.sizing.resolve import load_traffic, plan_for
 from pcgsvc.sizing.scheduler import Pace, Step, steps
 from pcgsvc.sizing.traces import Request, Trace
 

@@ -152,11 +152,7 @@ class Entries:
         return sorted(records, key=lambda record: record.key)
 
     def strays(self, *, delete: bool) -> list[Path]:
-        """Return the files that are no entry, and that no process writes or uses.
-
-        Args:
-            delete: delete them.
-        """
+        """Return, and delete if asked to, files that are no entry and that no process uses."""
         files = [Path(folder, name) for folder, _, names in os.walk(self._folder) for name in names]
         strays = []
         for path in files:

@@ -44,14 +44,9 @@ def enforce_budget(entries: Entries, index: Index, max_bytes: int) -> int:
     Pieces that no program lists go first (their builder died before it wrote the program), pieces
     that no remaining program lists go with the last one. What any process uses stays.
 
-    Args:
-        entries: of the store.
-        index: of the same store.
-        max_bytes: the budget, in bytes of envelopes.
-
     Returns:
-        By how many bytes what is left, and so in use, is over the budget; 0 if it fits, or if
-        another process is dropping entries already.
+        By how many bytes of envelopes what is left, and so in use, is over the budget; 0 if it
+        fits, or if another process is dropping entries already.
     """
     try:
         held = acquire(entries.data / _LOCK)

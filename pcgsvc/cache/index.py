@@ -201,11 +201,7 @@ class _HeaderDisk(diskcache.Disk):  # type: ignore[misc]
 
 
 def open_cache(folder: Path) -> Any:
-    """Return a `diskcache.Cache` with every setting given, since else it takes them from the file.
-
-    Args:
-        folder: diskcache's directory.
-    """
+    """Return a `diskcache.Cache` with every setting given: else it takes them from the file."""
     return diskcache.Cache(
         str(folder),
         timeout=_WAIT_S,

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.cache.envelope import Kind
-from pcgsvc.cache.lookup import Built
+from pcgsvc.cache.envelope import Built, Kind
 from pcgsvc.cache.store import Store
 from pcgsvc.cache.toolchain import Toolchain
 from pcgsvc.compilers import blob

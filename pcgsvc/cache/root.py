@@ -132,12 +132,9 @@ def why_not_writable(cache: CacheConfig) -> str:
 
 
 def open_data_folder(root: Path, source: str, *, write: bool) -> DataFolder:
-    """Check a root's data folder, and make it if it is to be written.
+    """Check an absolute root's data folder, and make it if it is to be written.
 
-    Args:
-        root: absolute.
-        source: who chose it, for messages.
-        write: whether writing is wanted.
+    `source`: who chose the root, for messages.
 
     Raises:
         CacheError: the place is not safe, or is no folder.

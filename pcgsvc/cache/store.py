@@ -22,11 +22,20 @@ from typing import Any
 
 from pcgsvc.cache import reports
 from pcgsvc.cache.entries import Entries, WriteError
-from pcgsvc.cache.envelope import AbsentError, Entry, Kind, MissError, check_key, encode
+from pcgsvc.cache.envelope import (
+    AbsentError,
+    Built,
+    Counts,
+    Entry,
+    Kind,
+    Lookup,
+    MissError,
+    check_key,
+    encode,
+)
 from pcgsvc.cache.eviction import enforce_budget, no_eviction
 from pcgsvc.cache.file_lock import acquire
 from pcgsvc.cache.index import Index
-from pcgsvc.cache.lookup import Built, Counts, Lookup
 from pcgsvc.cache.remote import Remote
 from pcgsvc.cache.reports import CheckReport, Nearest, ProgramInfo
 from pcgsvc.cache.root import DataFolder, find_root, open_data_folder

@@ -1,7 +1,8 @@
 """The compiled program against the module, before anything is captured.
 
 In: a program that was made or loaded. Out: the model, with regions that the compiler got wrong run
-uncompiled where that is asked for. Padding, graphs and replays are `verify`'s.
+uncompiled where that is asked for. Padding, graphs and replays are `verify`'s. What plain execution
+packs by a mask is refused (the nested tensors of `nn.TransformerEncoder`), as far as one run shows.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.build.environment import BuildEnvironment
 from pcgsvc.build.stages import MadeProgram
 from pcgsvc.capture.plan import plan_capture
@@ -24,12 +27,11 @@ from pcgsvc.check.causes import (
     random_ops,
     unsteady,
 )
-from pcgsvc.check.packed import refuse_packed_rows
 from pcgsvc.check.pieces import wrong_regions
 from pcgsvc.check.trial import Step, Trial
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.config import Compiler, Config, OnMismatch, Strategy
-from pcgsvc.errors import VerifyError
+from pcgsvc.errors import TraceError, VerifyError
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.program.model import CompiledModel
@@ -145,3 +147,53 @@ def _mended(
     image = replace(model.image, uncompiled={**model.image.uncompiled, **wrong})
     eager = {name: EagerPiece(image.documents[name]) for name in wrong}
     return replace(model, image=image, program=model.program.replacing(eager))
+
+
+def refuse_packed_rows(trial: Trial) -> None:
+    """Raise TraceError if torch's fast path drops masked positions, which no trace does.
+
+    Plain execution then gives zeros at those positions where every mask ends in them, and what
+    attention gives where one does not: a branch on values, which a build's self-check would meet
+    by chance only.
+    """
+    module: Any = trial.model.module
+    names = [
+        name
+        for name, sub in (module.named_modules() if isinstance(module, torch.nn.Module) else ())
+        if isinstance(sub, torch.nn.TransformerEncoder) and sub.use_nested_tensor
+    ]
+    if not names:
+        return
+    torch.backends.mha.set_fastpath_enabled(True)
+    try:
+        with _Packing():
+            trial.plain(trial.step(next((n for n in trial.config.capture.final_sizes if n > 1), 1)))
+    except _PackedError:
+        raise TraceError(
+            f"nn.TransformerEncoder {names}: plain execution packs rows by src_key_padding_mask "
+            "(torch's fast path) and leaves zeros at masked positions, if the values of the mask "
+            "allow it; a graph cannot. Make it with enable_nested_tensor=False, which gives the "
+            "same results at all other positions."
+        ) from None
+    except Exception:  # noqa: BLE001 - the forward's own: told where it is compared
+        pass
+    finally:
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
+class _PackedError(Exception):
+    """A forward packs rows."""
+
+
+class _Packing(torch_private.RecordingMode):
+    """Ends a forward that packs rows, or would for another mask."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = torch_private.op_name(func)
+        if name == "aten::_nested_tensor_from_mask_left_aligned":
+            return True
+        if name == "aten::_nested_tensor_from_mask":
+            raise _PackedError
+        return func(*args, **(kwargs or {}))

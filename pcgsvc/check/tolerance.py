@@ -1,16 +1,22 @@
 """How far results may be from each other that were computed in another order.
 
 In: tensors. Out: their relative difference, and the most that it may be.
+
+A fused kernel rounds once where separate ops round many times, and in a deep model such differences
+grow: how far is a property of the model, so it is measured, by redrawing the rounding of every op's
+half-precision results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from pcgsvc.check.rounding import HALF, redrawn
 from pcgsvc.errors import VerifyError
+from pcgsvc.torch_private import RecordingMode
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """max|a-b| / max|b| up to which results that were computed in another order are equal."""
@@ -19,9 +25,9 @@ NOISE_FACTOR = 2
 """Of a module's own noise."""
 
 NOISE_LIMIT = 0.5
+"""Whatever the noise is; a stale or mixed-up tensor gives an error near 1."""
 NOT_FINITE = 1e30
 """The error of results of which one is NaN or infinite where the other is not; reports hold it."""
-"""Whatever the noise is; a stale or mixed-up tensor gives an error near 1."""
 
 DRAWS = 4
 """How often roundings are drawn: a router between two equal experts moves in some draws only."""
@@ -92,3 +98,47 @@ def differ(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
     if [t.shape for t in got] != [t.shape for t in wanted]:
         return True
     return error_of(got, wanted) > near_ties(wanted)
+
+
+HALF = (torch.float16, torch.bfloat16)
+
+_MOVES = frozenset(f"aten::{name}" for name in ("clone", "cat", "index", "embedding", "gather"))
+"""Ops that copy values as they are."""
+
+
+class Redrawn(RecordingMode):
+    """A block in which each half-precision result of an op is off by up to half a unit of rounding.
+
+    Writes in place, views and copies are left alone, and so is what a splitting op computes.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the op, and redraw the last bits of what it computed."""
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        if schema.is_mutable or schema.name in _MOVES:
+            return result
+        if any(r.alias_info is not None for r in schema.returns):
+            return result
+        return pytree.tree_map_only(torch.Tensor, self._redraw, result)
+
+    def _redraw(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in HALF:
+            return tensor
+        draw = torch.rand(tensor.shape, generator=self._generator, device=tensor.device)
+        factor = 1 + (draw - 0.5) * torch.finfo(tensor.dtype).eps
+        return (tensor * factor).to(tensor.dtype)
+
+
+def redrawn(
+    call: Callable[[], list[torch.Tensor]], device: torch.device, seed: int = 0
+) -> list[torch.Tensor]:
+    """Return what `call` gives when its roundings fall otherwise, as `seed` draws them."""
+    with Redrawn(seed, device):
+        return call()

@@ -25,11 +25,7 @@ from pcgsvc.config import Compiler, Config
 from pcgsvc.program.keys import key_of, version_facts
 
 _COMPILER_ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_", "TORCH_COMPILE_")
-
-
 _COMPILERS = ("CC", "CXX")
-
-
 _PLACES = ("_DIR", "_PATH", "_HOME")
 """Endings of variables that name places. Torch sets some of them itself when Inductor is imported
 (TRITON_PTXAS_PATH), so that a start that traces would see other facts than one that loads."""

@@ -52,10 +52,7 @@ def register_launchers() -> None:
 
 
 def check_launcher(target: str) -> None:
-    """Refuse a launcher of ours whose package is not installed.
-
-    Args:
-        target: `hydra.launcher._target_`.
+    """Refuse a launcher of ours (`hydra.launcher._target_`) whose package is not installed.
 
     Raises:
         ConfigError: naming the extra.

@@ -9,6 +9,7 @@ folders, logging and multirun, and calls `sweep.task` for each job.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import TextIO
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -35,7 +37,6 @@ from pcgsvc.config.launchers import register_launchers
 from pcgsvc.config.settings import help_text, short_help
 from pcgsvc.config.tree import words_of
 from pcgsvc.errors import ConfigError
-from pcgsvc.jobs.ranked import RankedStream, rank_among_many
 from pcgsvc.jobs.sweep.outcome import BAD_CONFIG, FAILED, INTERRUPTED, OK
 from pcgsvc.version import __version__
 
@@ -237,3 +238,46 @@ def _without_config_dir(argv: Sequence[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     return parser.parse_known_args(list(argv))[1]
+
+
+# ---- one process among several -------------------------------------------------------------------
+
+
+def rank_among_many() -> int | None:
+    """Return this process's rank; None: it was not started as one of several."""
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return int(rank) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else None
+
+
+class RankedStream(io.TextIOBase, TextIO):
+    """Text on its way to a stream that others write to as well; never a terminal.
+
+    Args:
+        stream: where the text goes; flushed, not closed.
+        rank: stands before each line.
+    """
+
+    def __init__(self, stream: TextIO, rank: int) -> None:
+        self._stream, self._prefix = stream, f"[rank {rank}] "
+        self._at_start = True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # typeshed has an attribute
+        """The stream's."""
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        """Write text, the rank before each line that it begins."""
+        if text:
+            lines = text[:-1].replace("\n", f"\n{self._prefix}") + text[-1]
+            self._stream.write(self._prefix * self._at_start + lines)
+            self._at_start = text.endswith("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        """Return the stream's descriptor."""
+        return self._stream.fileno()

@@ -40,10 +40,6 @@ sys.exit(load_again(task["config"]))
 def compile_and_prove(config: Config, progress: Progress) -> dict[str, Any]:
     """Compile, store, and load in a fresh process what was stored.
 
-    Args:
-        config: as composed.
-        progress: shows the phases.
-
     Returns:
         The report; `problem_of` reads from it whether the cache is filled.
     """
@@ -92,14 +88,7 @@ def _prove(config: Config) -> dict[str, Any]:
 
 
 def load_again(tree: Mapping[str, Any]) -> int | str:
-    """Load what is stored for a config in this process, which builds nothing.
-
-    Args:
-        tree: the config as nested plain dicts.
-
-    Returns:
-        0, or what went wrong, in one line.
-    """
+    """Load what is stored for a config, as plain dicts; return 0 or what went wrong, in a line."""
     config = from_dict(tree)
     config.cache = replace(config.cache, mode=CacheMode.READ, require_warm=True, remote=None)
     try:

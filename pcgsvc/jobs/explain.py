@@ -16,6 +16,7 @@ from rich.table import Table
 from pcgsvc.config.settings import Setting, key_reason, unit_of, walk, word_of
 from pcgsvc.errors import ConfigError
 from pcgsvc.jobs.origins import Origin, compose_with_origins
+from pcgsvc.report.tables import show_rows
 
 
 def explain(
@@ -89,13 +90,12 @@ def _value(value: Any) -> str:
 
 def _table(out: Console, settings: Sequence[Setting], origins: dict[str, Origin]) -> None:
     """Print one row per setting."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("setting", "value", "set by", "in key"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for setting in settings:
         origin = origins[setting.path]
         value = "null" if origin.value is None else _value(origin.value)
         known = "yes" if key_reason(setting.path) is None else "no"
-        table.add_row(setting.path, escape(value), escape(origin.set_by), known)
-    out.print(table)
+        row = {"setting": setting.path, "value": value, "set by": origin.set_by, "in key": known}
+        rows.append(row)
+    show_rows(out, rows)
     out.print("job=config config.explain=SETTING explains one in full", style="dim")

@@ -26,7 +26,7 @@ from pcgsvc.config.settings import walk
 from pcgsvc.config.tree import from_tree, readable
 from pcgsvc.models import encoder, llama_moe
 from pcgsvc.models.dims import explicit_dims
-from pcgsvc.models.fetched import FETCHED, find_weights
+from pcgsvc.models.files import FETCHED, find_weights
 from pcgsvc.models.llama_dims import preset_dims
 from pcgsvc.sizing.resolve import resolve_config
 

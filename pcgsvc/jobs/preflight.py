@@ -25,8 +25,7 @@ from pcgsvc.ops.support import Support
 from pcgsvc.partition.fx import canonical_op_name
 from pcgsvc.report.existing import read_reports
 from pcgsvc.report.plots import has_matplotlib
-from pcgsvc.sizing.auto import load_traffic, plan_for
-from pcgsvc.sizing.resolve import resolve_config
+from pcgsvc.sizing.resolve import load_traffic, plan_for, resolve_config
 from pcgsvc.torch_private import op_exists
 
 _ENCODERS = ("encoder", "minilm")

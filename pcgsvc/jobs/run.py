@@ -28,15 +28,15 @@ from pcgsvc.jobs.compile import compile_and_prove, problem_of
 from pcgsvc.jobs.doctor import FAIL, examine
 from pcgsvc.jobs.plan.planner import plan
 from pcgsvc.jobs.plan.section import plan_report
-from pcgsvc.jobs.sizes.recommend import sizes_job
-from pcgsvc.jobs.sizes.replay import replay
+from pcgsvc.jobs.sizes import replay, sizes_job
 from pcgsvc.jobs.verify import verify_all
-from pcgsvc.ops.expert_group import rank_of_process, uses_group
+from pcgsvc.ops.collectives import rank_and_world
+from pcgsvc.ops.expert_group import uses_group
 from pcgsvc.ops.support import Support
 from pcgsvc.pipeline import build_from_config
 from pcgsvc.report.comparison import show_and_write
 from pcgsvc.report.existing import read_reports
-from pcgsvc.report.plan_files import draw_plan, picture_problem
+from pcgsvc.report.plan_html import draw_plan
 from pcgsvc.report.progress import progress_for
 from pcgsvc.report.report import report_head, write_report
 from pcgsvc.report.sizes_table import show_traffic
@@ -69,7 +69,7 @@ def run_job(config: Config, report_path: Path) -> dict[str, Any]:
         Job.VERIFY: _verify,
         Job.DOCTOR: _doctor,
     }
-    rank = rank_of_process() if uses_group(config) else 0
+    rank, _ = (rank_and_world() if uses_group(config) else None) or (0, 1)
     if rank:
         report_path = report_path.with_suffix(f".rank{rank}{report_path.suffix}")
     return jobs[config.job](config, report_path, console(quiet=rank > 0)) or {}
@@ -91,15 +91,9 @@ def _config(config: Config, report_path: Path, out: Console) -> NoReturn:
 
 def _plan(config: Config, report_path: Path, out: Console) -> dict[str, Any]:
     started = time.perf_counter()
-    problem = picture_problem()
-    if problem is not None and config.strict:
-        raise ConfigError(f"strict=true, and {problem}")
     with progress_for(out) as progress:
         done = plan(config, progress)
     report = plan_report(done)
-    if problem is not None:
-        logger.warning("%s", problem)
-        report["warnings"].append(problem)
     draw_plan(report, report_path.absolute())
     report["compile"]["seconds"]["total"] = time.perf_counter() - started
     return _finish(report, report_path, out)

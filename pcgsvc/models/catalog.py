@@ -20,7 +20,7 @@ from pcgsvc.forward.process import refuse_autocast
 from pcgsvc.models import encoder, encoder_family, llama_moe, two_regions
 from pcgsvc.models import module as users
 from pcgsvc.models.checkpoint import open_checkpoint
-from pcgsvc.models.fetched import find_weights
+from pcgsvc.models.files import find_weights
 from pcgsvc.models.hf import family as hf
 from pcgsvc.models.language import language_bundle
 from pcgsvc.models.llama import Llama

@@ -18,8 +18,7 @@ from pcgsvc.errors import ConfigError
 from pcgsvc.forward.bundle import EmbeddingSpec, ModelBundle
 from pcgsvc.models.encoder import Encoder, EncoderDims, preset_dims, refuse_attention
 from pcgsvc.models.encoder_checkpoint import EncoderCheckpoint, open_encoder
-from pcgsvc.models.extras import require
-from pcgsvc.models.fetched import find_weights
+from pcgsvc.models.files import find_weights, require
 from pcgsvc.models.sentence_modules import SentenceModules
 from pcgsvc.models.weights import check_explicit, initialize, load_weights
 

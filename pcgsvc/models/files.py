@@ -1,17 +1,20 @@
-"""Files of a checkpoint: JSON, safetensors, and whether they hold what a model needs.
+"""Files of a checkpoint: where they lie, JSON, safetensors, whether they hold what a model needs.
 
-In: a path. Out: what the file holds, or a `ConfigError` that names it. Knows nothing of modules.
+In: a path. Out: what the file holds, or a `ConfigError` that names it, or the optional package that
+would read it. Knows nothing of modules.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pcgsvc.config import ModelConfig
 from pcgsvc.errors import ConfigError
-from pcgsvc.models.extras import require
 
 Shape = tuple[int, ...]
 
@@ -52,11 +55,7 @@ def check_stated(
 
 
 def open_safetensors(file: Path, extra: str) -> Any:
-    """Return the package's handle of a file, from which tensors are read by name.
-
-    Args:
-        file: a `.safetensors` file.
-        extra: of pcgsvc, which brings the package.
+    """Return the package's handle of a `.safetensors` file, from which tensors are read by name.
 
     Raises:
         ConfigError: the file is truncated or damaged, or the package is missing.
@@ -104,3 +103,49 @@ def check_tensors(
                 f"model.weights: '{path}' has {own_name(name)} in the shape {list(there[name])}; "
                 f"its dimensions ask for {list(shape)}."
             )
+
+
+def require(module: str, extra: str) -> Any:
+    """Import `module` and return it (as Any: optional packages are not part of our types).
+
+    Raises:
+        ConfigError: it cannot be imported; the message names the extra that brings it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"the Python package {module.partition('.')[0]!r} is needed here and cannot be "
+            f"imported ({error}). Run: pip install 'pcgsvc[{extra}]'"
+        ) from error
+
+
+FETCHED = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "minilm": "all-MiniLM-L6-v2"}
+"""By family, the file or folder that `scripts/fetch-<family>` puts into the models directory."""
+
+
+def models_dir() -> Path:
+    """Return where checkpoints are kept: PCGSVC_MODELS_DIR, or the user's data directory."""
+    own = os.environ.get("PCGSVC_MODELS_DIR")
+    if own:
+        return Path(own).expanduser()
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local" / "share") / "pcgsvc" / "models"
+
+
+def find_weights(model: ModelConfig) -> Path:
+    """Return the path that `model.weights` names, or that of the family's fetched checkpoint.
+
+    Raises:
+        ConfigError: no weights are named, and nothing has been fetched.
+    """
+    if model.weights is not None:
+        return Path(model.weights).expanduser()
+    path = models_dir() / FETCHED[model.name]
+    if not path.exists():
+        raise ConfigError(
+            f"model.weights: model={model.name} was looked for as '{path}', which does not exist. "
+            f"Run scripts/fetch-{model.name}, set PCGSVC_MODELS_DIR, or name a checkpoint as "
+            "model.weights."
+        )
+    return path

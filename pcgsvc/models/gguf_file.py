@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from pcgsvc.errors import ConfigError
-from pcgsvc.models.extras import require
+from pcgsvc.models.files import require
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # struct's letters
 _STRING, _ARRAY = 8, 9

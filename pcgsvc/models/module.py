@@ -25,7 +25,7 @@ from pcgsvc.forward.arguments import read_arguments
 from pcgsvc.forward.bundle import ModelBundle
 from pcgsvc.forward.plain import place_of, words_of
 from pcgsvc.models.described import Described, read_inputs
-from pcgsvc.models.extras import require
+from pcgsvc.models.files import require
 from pcgsvc.models.targets import load_target
 from pcgsvc.ops.attention import AttentionSpec
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcgsvc.errors import ConfigError
-from pcgsvc.models.extras import require
+from pcgsvc.models.files import require
 
 _EXTRA = "smollm2"
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type

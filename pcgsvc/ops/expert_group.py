@@ -19,6 +19,7 @@ from torch import distributed
 from pcgsvc.config import Config, Job, MoeBackend
 from pcgsvc.config.devices import device_of
 from pcgsvc.errors import ConfigError, PeerError
+from pcgsvc.ops.collectives import rank_and_world
 
 _EXPERTS = "model.moe.backend=all_to_all"
 _BUILDS = (Job.RUN, Job.COMPILE, Job.VERIFY, Job.DOCTOR)
@@ -57,7 +58,7 @@ def tensor_place(config: Config) -> Place:
 def check_launch(config: Config) -> None:
     """Raise `ConfigError` unless torchrun has started as many processes as a job needs."""
     world, launched = config.parallel.tensor, _launched() or Place()
-    if config.job not in _BUILDS or (world == 1 and _may_be_many(config)) or _initialised():
+    if config.job not in _BUILDS or (world == 1 and _may_be_many(config)) or rank_and_world():
         return
     if launched.world != world:
         started = f"torchrun has started {launched.world}" if launched.world > 1 else "this is one"
@@ -86,7 +87,7 @@ def require_group(config: Config, device: torch.device) -> None:
     if not uses_group(config):
         return
     setting = f"parallel.tensor={world}" if world > 1 else _EXPERTS
-    if not _initialised():
+    if rank_and_world() is None:
         raise ConfigError(
             f"{setting}: there is no process group. Call torch.distributed.init_process_group() "
             "before the runner is built (and destroy_process_group() after it is closed), start "
@@ -115,7 +116,7 @@ def _without(world: int) -> str:
 @contextlib.contextmanager
 def command_line_group(config: Config) -> Iterator[None]:
     """Create the group that a job needs, for a block; an existing group is left alone."""
-    if not uses_group(config) or config.job not in _BUILDS or _initialised():
+    if not uses_group(config) or config.job not in _BUILDS or rank_and_world():
         yield
         return
     if not distributed.is_available():
@@ -156,20 +157,10 @@ def refuse_sweep(config: Config) -> None:
         )
 
 
-def rank_of_process() -> int:
-    """Return this process's rank, or 0 where there is no group."""
-    return distributed.get_rank() if _initialised() else 0
-
-
 def _here() -> Place | None:
     """Return the place of this process in the group, or in the one that the command line makes."""
-    if _initialised():
-        return Place(distributed.get_rank(), distributed.get_world_size())
-    return _launched()
-
-
-def _initialised() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
+    place = rank_and_world()
+    return _launched() if place is None else Place(*place)
 
 
 def _launched() -> Place | None:

@@ -32,32 +32,11 @@ from pcgsvc.trace.rows import Document, digest, encode_row
 _REGISTERED = "registered splitting op"
 """Why an op is cut at that nobody has said more of."""
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
-_VIEWS = set(
-    [
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "transpose",
-        "t",
-        "permute",
-        "narrow",
-        "select",
-        "expand",
-        "expand_as",
-        "view_as",
-        "detach",
-        "chunk",
-        "split",
-        "unbind",
-        "movedim",
-        "size",
-        "stride",
-        "getitem",
-    ]
-)
+_VIEWS = {
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "t"),
+    *("permute", "narrow", "select", "expand", "expand_as", "view_as", "detach", "chunk", "split"),
+    *("unbind", "movedim", "size", "stride", "getitem"),
+}
 
 
 def partition_fx(

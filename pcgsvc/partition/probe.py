@@ -50,23 +50,16 @@ class ForwardProbe:
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward that is not traced, with what it runs on.
-
-    Args:
-        module: what is run.
-        memory: static memory; its inputs are overwritten.
-        samples: source of valid inputs.
-        constants: non-tensor arguments.
-        boundaries: where it breaks.
-        captures: whether it will be captured.
-    """
+    """A forward that is not traced, with what it runs on."""
 
     module: Callable[..., Any]
     memory: Workspace
+    """Its inputs are overwritten."""
     samples: Samples
     constants: Mapping[str, Any]
     boundaries: Boundaries
     captures: bool = True
+    """Whether it will be captured."""
 
     def probe(self, least: int) -> ForwardProbe:
         """Run the forward a few times and write down what it returned and where it breaks.

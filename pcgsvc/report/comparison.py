@@ -29,14 +29,7 @@ SCHEMA = 1
 
 
 def show_and_write(out: Console, title: str, rows: Sequence[Row], folder: Path) -> None:
-    """Print the table and write the files.
-
-    Args:
-        out: where the table goes.
-        title: above table and plots.
-        rows: at least one.
-        folder: made if there is none.
-    """
+    """Print the table of one job or more, and write the files into a folder, made if need be."""
     jobs = weigh(rows)
     tree = tree_of(jobs)
     table, figures, picture = (folder / f"sweep.{kind}" for kind in ("csv", "json", "png"))

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pcgsvc.errors import ConfigError
-from pcgsvc.report.differences import differing_settings
-from pcgsvc.report.rows import Facts, Row, facts_of
+from pcgsvc.report.rows import Facts, Row, differing_settings, facts_of
 
 SETTING = "compare.reports"
 

@@ -1,16 +1,15 @@
-"""The page of a plan: one file that needs no other and no network.
+"""The page of a plan: one file that needs no other and no network; and its picture beside it.
 
-In: a report with its `plan`. Out: HTML text.
+In: a report with its `plan`. Out: HTML text; `plan.html` and `plan.svg`.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
-
 from pcgsvc.report import words
-from pcgsvc.report.plan_svg import colour_of
+from pcgsvc.report.plan_svg import colour_of, plan_svg, rendered
 
 _PAGE = """\
 <!doctype html>
@@ -163,6 +162,23 @@ summary { cursor: pointer; }
 """
 
 
+def draw_plan(report: dict[str, Any], path: Path) -> None:
+    """Write page and picture beside the report and note their paths in it.
+
+    Args:
+        report: with `plan`; gets `plan.files`.
+        path: of the report. `report.json` has `plan.svg` and `plan.html` beside it, `NAME.json`
+            has `NAME.svg` and `NAME.html`.
+    """
+    stem = "plan" if path.stem == "report" else path.stem
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report["plan"]["files"] = {}
+    for kind, content in (("html", plan_html(report)), ("svg", plan_svg(report))):
+        place = path.with_name(f"{stem}.{kind}")
+        place.write_text(content)
+        report["plan"]["files"][kind] = str(place)
+
+
 def plan_html(report: dict[str, Any]) -> str:
     """Return the page; everything from the report is escaped."""
     plan = report["plan"]
@@ -171,8 +187,8 @@ def plan_html(report: dict[str, Any]) -> str:
         {**stretch, "cells": [{"number": at, "kind": kinds[at]} for at in stretch["kinds"]]}
         for stretch in plan["sequence"]
     ]
-    environment = Environment(autoescape=True, trim_blocks=True)
-    return environment.from_string(_PAGE).render(
+    return rendered(
+        _PAGE,
         report=report,
         plan=plan,
         title=words.model(report["config"]["model"]),

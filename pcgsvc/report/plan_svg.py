@@ -5,26 +5,62 @@ In: a report with its `plan`. Out: SVG text, which needs no other file.
 
 from __future__ import annotations
 
-import io
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import Environment
 
 from pcgsvc.report import words
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLOURS = ("#4c78a8", "#72a36b", "#b279a2", "#d0a43c", "#5fb3b3", "#9d755d", "#8a8fbf", "#c47f91")
 """Of the kinds of region, in order; a ninth kind has the first one's colour again."""
 BOUNDARY = "#e4572e"
-_INK, _FAINT = "#222222", "#777777"
-_WIDTH = 11.5
-"""Inches."""
 _PER_ROW = 8
 """Boxes beside each other."""
-_LEFT, _BOX, _GAP, _ROW, _LINE = 0.3, 1.12, 0.26, 1.55, 0.19
-"""Inches: the margin, a box's width, what is between boxes, a row's and a text line's height."""
+_LEFT, _TOP, _STEP, _ROW, _LINE = 22, 104, 100, 112, 14
+"""Pixels: the margin, above the first box, from box to box, from row to row, and of a text line."""
+
+# Text stays text: small, searchable, and drawn with the reader's fonts.
+_PICTURE = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 828 {{ height }}" width="828"
+ height="{{ height }}" font-family="DejaVu Sans, Verdana, sans-serif" fill="#222222">
+<title>pcgsvc plan</title>
+<marker id="head" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="6" markerHeight="6">
+<path d="M0 0L6 3L0 6" fill="#777777"/></marker>
+<rect width="828" height="{{ height }}" fill="white"/>
+<text x="22" y="22" font-size="14" font-weight="bold">{{ title }}</text>
+{% for line in about %}
+<text x="22" y="{{ 42 + 16 * loop.index0 }}" font-size="9" fill="#777777">{{ line }}</text>
+{% endfor %}
+{% for box in boxes %}
+{% set region = box.kind == "region" %}
+<rect x="{{ box.x }}" y="{{ box.y }}" width="81" height="58" rx="{{ 6 if region else 0 }}"
+ fill="{{ box.colour if region else 'white' }}" stroke="{{ box.colour }}" stroke-width="1.5"/>
+<g font-size="7.5" text-anchor="middle" fill="{{ 'white' if region else box.colour }}">
+<text x="{{ box.x + 40 }}" y="{{ box.y + 16 }}" font-size="9">{{ box.kind }}</text>
+{% for line in box.lines if line %}
+<text x="{{ box.x + 40 }}" y="{{ box.y + 31 + 15 * loop.index0 }}">{{ line }}</text>
+{% endfor %}</g>
+{% if not loop.last %}
+<path d="M{{ box.x + 81 }} {{ box.y + 29 }}h18" stroke="#777777" marker-end="url(#head)"/>
+{% endif %}
+{% endfor %}
+{% for frame in frames %}
+<rect x="{{ frame.x - 7 }}" y="{{ frame.y - 7 }}" width="{{ frame.width + 14 }}" height="72"
+ fill="none" stroke="#222222" stroke-dasharray="4 3"/>
+<text x="{{ frame.x + frame.width / 2 }}" y="{{ frame.y - 12 }}" font-size="10" font-weight="bold"
+ text-anchor="middle">{{ frame.label }}</text>
+{% endfor %}
+{% for line in legend %}
+{% if line.colour %}
+<rect x="22" y="{{ line.y - 8 }}" width="14" height="10" stroke="{{ line.colour }}"
+ fill="{{ line.colour if line.region else 'white' }}"/>
+{% endif %}
+<text x="45" y="{{ line.y }}" font-size="8" fill="{{ line.ink }}">{{ line.text }}</text>
+{% endfor %}
+</svg>
+"""
 
 
 @dataclass(frozen=True)
@@ -55,56 +91,34 @@ def colour_of(kinds: list[dict[str, Any]], at: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
+def rendered(template: str, **values: Any) -> str:
+    """Return the text of a template of markup; the values in it are escaped."""
+    return Environment(autoescape=True, trim_blocks=True).from_string(template).render(values)
+
+
 def plan_svg(report: dict[str, Any]) -> str:
-    """Draw a plan; needs matplotlib."""
-    import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    plan = report["plan"]
-    boxes = cells(plan)
-    places = _places(boxes)
-    rows = 1 + max((row for row, _ in places), default=0)
-    legend = [_legend(kind) for kind in plan["kinds"]]
-    heights = (0.95, rows * _ROW + 0.1, sum(map(len, legend)) * _LINE + 0.35)
-    # Text stays text: small, searchable, and drawn with the reader's fonts.
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "pcgsvc", "text.parse_math": False}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(_WIDTH, sum(heights)), facecolor="white")
-        FigureCanvasSVG(figure)
-        top = sum(heights)
-        axes = []
-        for height in heights:
-            top -= height
-            axis = figure.add_axes((0.0, top / sum(heights), 1.0, height / sum(heights)))
-            axis.set(xlim=(0, _WIDTH), ylim=(0, height))
-            axis.set_axis_off()
-            axes.append(axis)
-        _title(axes[0], report)
-        _chain(axes[1], plan["kinds"], list(zip(boxes, places, strict=True)), heights[1])
-        _kinds(axes[2], plan["kinds"], legend, heights[2])
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Title": "pcgsvc plan"})
-    return out.getvalue()
-
-
-def _title(axis: Axes, report: dict[str, Any]) -> None:
-    config, mode, split = report["config"], report["mode"], words.split(report["partition"])
-    title = f"{words.model(config['model'])}: {split}"
-    axis.text(_LEFT, 0.65, title, fontsize=14, weight="bold", color=_INK)
-    text = f"{report['device']}, {config['dtype']}, mode {mode['resolved']}"
-    if mode["requested"] != mode["resolved"]:
-        text += f" (asked for: {mode['requested']})"
-    axis.text(_LEFT, 0.38, text, fontsize=9, color=_FAINT)
-    graphs = _cut(words.graphs(report["plan"]["graphs"]), 130)
-    axis.text(_LEFT, 0.16, f"graphs: {graphs}", fontsize=9, color=_FAINT)
+    """Draw a plan."""
+    plan, config, mode = report["plan"], report["config"], report["mode"]
+    asked = "" if mode["requested"] == mode["resolved"] else f" (asked for: {mode['requested']})"
+    boxes, frames = _chain(plan)
+    below = boxes[-1]["y"] + _ROW - 36 if boxes else _TOP
+    legend = _legend(plan["kinds"], below + 22)
+    return rendered(
+        _PICTURE,
+        height=below + len(legend) * _LINE + 26,
+        title=f"{words.model(config['model'])}: {words.split(report['partition'])}",
+        about=[
+            f"{report['device']}, {config['dtype']}, mode {mode['resolved']}{asked}",
+            f"graphs: {_cut(words.graphs(plan['graphs']), 130)}",
+        ],
+        boxes=boxes,
+        frames=frames,
+        legend=legend,
+    )
 
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-# ---- the chain -----------------------------------------------------------------------------------
 
 
 def _places(boxes: list[Cell]) -> list[tuple[int, int]]:
@@ -122,78 +136,34 @@ def _places(boxes: list[Cell]) -> list[tuple[int, int]]:
     return places
 
 
-def _chain(
-    axis: Axes,
-    kinds: list[dict[str, Any]],
-    boxes: list[tuple[Cell, tuple[int, int]]],
-    height: float,
-) -> None:
-    """Draw the boxes row by row, arrows between them, and a frame around what repeats."""
-    step, begun, whole = _BOX + _GAP, 0, True
-    arrow = {"arrowstyle": "-|>", "color": _FAINT, "lw": 1}
-    for at, (cell, (row, column)) in enumerate(boxes):
-        x, y = _LEFT + column * step, height - (row + 1) * _ROW + 0.25
-        _box(axis, kinds[cell.kind], colour_of(kinds, cell.kind), x, y)
-        if at + 1 < len(boxes):
-            axis.annotate("", (x + step, y + 0.4), (x + _BOX, y + 0.4), arrowprops=arrow)
+def _chain(plan: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the boxes row by row, and the frames around what repeats."""
+    boxes, kinds = cells(plan), plan["kinds"]
+    places, drawn, frames = _places(boxes), [], []
+    begun, whole = _LEFT, True
+    for at, (cell, (row, column)) in enumerate(zip(boxes, places, strict=True)):
+        x, y, kind = _LEFT + column * _STEP, _TOP + row * _ROW, kinds[cell.kind]
+        names = [name.rpartition("::")[2] or name for name in words.content(kind)[:2]]
+        lines = [*(_cut(name, 17) for name in names), (kind["hash"] or "")[:8]]
+        look = {"kind": kind["kind"], "colour": colour_of(kinds, cell.kind), "lines": lines}
+        drawn.append({"x": x, "y": y, **look})
         if cell.first or column == 0:
-            begun, whole = column, cell.first
-        if cell.repeat > 1 and (cell.last or boxes[at + 1][1][0] != row):
-            left = _LEFT + begun * step
+            begun, whole = x, cell.first
+        if cell.repeat > 1 and (cell.last or places[at + 1][0] != row):
             label = f"{cell.repeat} times" if whole else f"{cell.repeat} times, continued"
-            _frame(axis, left, y, x + _BOX - left, label)
+            frames.append({"x": begun, "y": y, "width": x + 81 - begun, "label": label})
+    return drawn, frames
 
 
-def _box(axis: Axes, kind: dict[str, Any], colour: str, x: float, y: float) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    region = kind["kind"] == "region"
-    style = "round,pad=0,rounding_size=0.08" if region else "square,pad=0"
-    face, ink = (colour, "white") if region else ("white", colour)
-    axis.add_patch(
-        FancyBboxPatch((x, y), _BOX, 0.8, boxstyle=style, facecolor=face, edgecolor=colour, lw=1.5)
-    )
-    names = [name.rpartition("::")[2] or name for name in words.content(kind)[:2]]
-    lines = [kind["kind"], *(_cut(name, 17) for name in names), (kind["hash"] or "")[:8]]
-    text: Any = {"color": ink, "ha": "center", "va": "center"}
-    for at, line in enumerate(line for line in lines if line):
-        size = 9 if at == 0 else 7.5
-        axis.text(x + _BOX / 2, y + 0.62 - at * 0.22, line, fontsize=size, **text)
-
-
-def _frame(axis: Axes, x: float, y: float, width: float, label: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    pad = 0.09
-    around = ((x - pad, y - pad), width + 2 * pad, 0.8 + 2 * pad)
-    axis.add_patch(Rectangle(*around, fill=False, edgecolor=_INK, lw=1, linestyle=(0, (4, 3))))
-    bold: Any = {"fontsize": 10, "weight": "bold", "ha": "center", "color": _INK}
-    axis.text(x + width / 2, y + 0.95, label, **bold)
-
-
-# ---- what they are -------------------------------------------------------------------------------
-
-
-def _legend(kind: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return lines and their colours: the ops of a kind of piece, then why it is split there."""
-    why = kind["reason"] if kind["kind"] == "region" else f"cut at {kind['reason']}"
-    return [
-        (line, colour)
-        for text, colour in ((words.ops(kind), _INK), (why, _FAINT))
-        for line in textwrap.wrap(text, 130, subsequent_indent="    ")
-    ]
-
-
-def _kinds(
-    axis: Axes, kinds: list[dict[str, Any]], legend: list[list[tuple[str, str]]], height: float
-) -> None:
-    from matplotlib.patches import Rectangle
-
-    y = height - 0.2
-    for at, lines in enumerate(legend):
-        colour = colour_of(kinds, at)
-        face = colour if kinds[at]["kind"] == "region" else "white"
-        axis.add_patch(Rectangle((_LEFT, y - 0.07), 0.2, 0.14, facecolor=face, edgecolor=colour))
-        for line, ink in lines:
-            axis.text(_LEFT + 0.32, y, line, fontsize=8, va="center", color=ink)
-            y -= _LINE
+def _legend(kinds: list[dict[str, Any]], top: int) -> list[dict[str, Any]]:
+    """Return lines of text: the ops of each kind of piece, then why it is split there."""
+    lines: list[dict[str, Any]] = []
+    for at, kind in enumerate(kinds):
+        region, colour = kind["kind"] == "region", colour_of(kinds, at)
+        why = kind["reason"] if region else f"cut at {kind['reason']}"
+        for text, ink in ((words.ops(kind), "#222222"), (why, "#777777")):
+            for line in textwrap.wrap(text, 130):
+                y = top + _LINE * len(lines)
+                lines.append({"text": line, "y": y, "ink": ink, "colour": colour, "region": region})
+                colour = ""  # beside the first line of a kind
+    return lines

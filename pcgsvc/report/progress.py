@@ -48,11 +48,7 @@ class Bars:
 
 
 class Lines:
-    """A log line every few seconds of a phase that takes longer, from a thread of its own.
-
-    Args:
-        every_s: seconds between two lines.
-    """
+    """A log line every `every_s` seconds of a phase that takes longer, from a thread of its own."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s

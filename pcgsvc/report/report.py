@@ -55,10 +55,7 @@ def program_report(
 def report_head(config: Config, device: torch.device, words: str | None = None) -> dict[str, Any]:
     """Return what every report begins with: versions, machine and device, the config.
 
-    Args:
-        config: as composed.
-        device: of this machine.
-        words: for people; None: the device's name.
+    `words`: what people call the device; None: its name.
     """
     has_gpu = device.type == "cuda" and torch.cuda.is_available()
     uuid = torch.cuda.get_device_properties(device).uuid if has_gpu else None

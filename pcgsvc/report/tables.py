@@ -88,7 +88,7 @@ def show_fact(out: Console, label: str, *lines: str) -> None:
 
 
 _STYLES = {"ok": "green", "warn": "yellow", "not tried": "dim"}
-"""Of what a row's state or verdict says; anything else is red."""
+"""Of what a row's state or verdict says, where it has one; anything else is red."""
 
 
 def show_rows(out: Console, rows: list[dict[str, Any]]) -> None:
@@ -99,7 +99,7 @@ def show_rows(out: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         cells = [_error(v) if isinstance(v, float) else escape(v or "-") for v in row.values()]
         said = row.get("state", row.get("verdict"))
-        table.add_row(*cells, style=_STYLES.get(str(said), "red"))
+        table.add_row(*cells, style=None if said is None else _STYLES.get(said, "red"))
     out.print(table)
 
 

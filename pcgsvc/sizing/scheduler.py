@@ -57,13 +57,7 @@ class _Prefill:
 
 
 def simulate(trace: Trace, scheduler: SchedulerConfig, pace: Pace | None) -> Traffic:
-    """Return the steps of a trace as traffic.
-
-    Args:
-        trace: its requests.
-        scheduler: `arrivals` is decided.
-        pace: of `arrivals=kept`; None: a closed loop.
-    """
+    """Return the steps of a trace as traffic; `pace`: of `arrivals=kept`; None: a closed loop."""
     query_len = 1 + scheduler.speculative_len
     calls: Counter[tuple[int, bool]] = Counter()
     kinds: dict[str, Counter[int]] = {"decode": Counter(), "prefill": Counter(), "mixed": Counter()}

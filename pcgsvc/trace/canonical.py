@@ -22,11 +22,10 @@ from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.results import flatten
 from pcgsvc.forward.specs import Binding, InputSpec, SizePredicate, TensorSpec
 from pcgsvc.ops.breaks import WAYS_OUT
-from pcgsvc.trace.backend import DynamoCapture, view_refusal
+from pcgsvc.trace.backend import DynamoCapture, refuse_unsupported, view_refusal
 from pcgsvc.trace.collectives import unite_collectives
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import mutated_args, name_once, op_names, user_line
-from pcgsvc.trace.refusals import refuse_unsupported
 from pcgsvc.trace.sources import line_that_sets
 
 _VIEW_OPS = {"aten::numpy_T": "T", "aten::mT": "mT", "aten::matrix_H": "H", "aten::mH": "mH"}

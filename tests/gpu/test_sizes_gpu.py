@@ -8,7 +8,7 @@ import pytest
 
 import pcgsvc
 from pcgsvc.events import Silent
-from pcgsvc.jobs.sizes.replay import replay
+from pcgsvc.jobs.sizes import replay
 from pcgsvc.pipeline import build_from_config
 
 pytestmark = pytest.mark.gpu

@@ -52,11 +52,7 @@ def taking_from(target: str, take: Take) -> Iterator[None]:
 
 
 class _Taking(Launcher):
-    """The launcher of `taking_from`, whose jobs give back records and files beside a value.
-
-    Args:
-        settings: of `hydra.launcher`.
-    """
+    """The launcher of `taking_from`, whose jobs give back records and files beside a value."""
 
     def __init__(self, **settings: Any) -> None:
         self._take, kind = _CURRENT.get()

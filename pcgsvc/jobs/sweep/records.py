@@ -75,12 +75,7 @@ class Returned:
 
 
 def keep(returned: Returned, folder: Path) -> None:
-    """Write what a job of another machine gave back; a job that shares the folder has done so.
-
-    Args:
-        returned: by the job.
-        folder: of the sweep, on this machine.
-    """
+    """Write what a job gave back into the sweep's folder, unless it ran there and has done so."""
     record, here = returned.record, folder / returned.place
     if _read(here / NAME) == record:
         return

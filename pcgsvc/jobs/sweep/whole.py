@@ -34,9 +34,8 @@ from pcgsvc.jobs.sweep.outcome import FAILED, OK
 from pcgsvc.jobs.sweep.records import Record, Returned, Status, keep, read_records
 from pcgsvc.jobs.sweep.task import Membership, run_member
 from pcgsvc.report.comparison import show_and_write
-from pcgsvc.report.differences import differing_overrides
 from pcgsvc.report.progress import progress_for
-from pcgsvc.report.rows import Facts, Row, facts_of
+from pcgsvc.report.rows import Facts, Row, differing_overrides, facts_of
 from pcgsvc.report.tables import console
 
 Task = Callable[[DictConfig], object]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from pcgsvc import torch_private
-from pcgsvc.models.extras import require
+from pcgsvc.models.files import require
 from pcgsvc.ops import attention as _attention_op  # noqa: F401 - registers pcgsvc::attention
 
 IMPLEMENTATION = "pcgsvc"

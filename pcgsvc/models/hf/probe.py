@@ -23,8 +23,7 @@ from torch import nn
 
 from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError
-from pcgsvc.models.extras import require
-from pcgsvc.models.hf import masks
+from pcgsvc.models.files import require
 from pcgsvc.models.hf.attention import first_position
 from pcgsvc.models.hf.source import OWN_ATTENTION, Source
 from pcgsvc.models.hf.weights import implementation, make
@@ -81,7 +80,7 @@ class Notes:
     source: Source
     max_position: int
     calls: list[Call] = field(default_factory=list)
-    masks: list[tuple[torch.Tensor, int | masks.MaskError | None]] = field(default_factory=list)
+    masks: list[tuple[torch.Tensor, int | MaskError | None]] = field(default_factory=list)
     """Masks that transformers was given, each with its window (None: causal over all), or why we
     do not have it: a model may make masks that no layer of it uses."""
 
@@ -200,8 +199,8 @@ def _note_mask(*args: Any, mask_function: Callable[..., Any], **settings: Any) -
     token = torch.empty(1, 1, _TOKENS, _TOKENS, dtype=torch.bool)
     try:
         with torch_private.real_tensors():
-            notes.masks.append((token, masks.window(mask_function, notes.max_position)))
-    except masks.MaskError as error:
+            notes.masks.append((token, mask_window(mask_function, notes.max_position)))
+    except MaskError as error:
         notes.masks.append((token, error))
     return token
 
@@ -282,7 +281,7 @@ def _window_of(notes: Notes, module: nn.Module, mask: torch.Tensor | None) -> in
     for token, window in notes.masks:
         if token is not mask:
             continue
-        if isinstance(window, masks.MaskError):
+        if isinstance(window, MaskError):
             raise notes.source.refuse(f"the mask of {_where(module)} {window}.") from window
         return window
     raise notes.source.refuse(
@@ -293,3 +292,48 @@ def _window_of(notes: Notes, module: nn.Module, mask: torch.Tensor | None) -> in
 
 def _where(module: nn.Module) -> str:
     return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+class MaskError(Exception):
+    """The mask is neither causal nor a sliding window; the message continues a sentence."""
+
+
+def mask_window(mask_function: Callable[..., Any], length: int) -> int | None:
+    """Return how many keys a row sees at most, itself included; None: all up to itself.
+
+    Args:
+        mask_function: of int64 tensors on the CPU.
+        length: longest sequence; a window of that size is none.
+
+    Raises:
+        MaskError: it is another mask, or depends on data. Rows are sampled: the first ones, those
+            around every power of two, and the last.
+    """
+    keys = torch.arange(length, device="cpu")
+    found = int(_seen(mask_function, length - 1, keys).sum())
+    rows = {*range(min(16, length)), length - 1}
+    for power in (1 << n for n in range(4, length.bit_length())):
+        rows |= {row for row in (power - 1, power, power + 1) if row < length}
+    for row in sorted(rows):
+        expected = (keys <= row) & (keys > row - found)
+        if found < 1 or not torch.equal(_seen(mask_function, row, keys), expected):
+            raise MaskError(
+                "is neither causal nor a sliding window (chunked attention, a prefix, or the "
+                f"like): row {row} sees other keys than the {found} up to itself"
+            )
+    return found if found < length else None
+
+
+def _seen(mask_function: Callable[..., Any], row: int, keys: torch.Tensor) -> torch.Tensor:
+    """Return which keys a row sees, bool [len(keys)]."""
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    try:
+        seen = torch.as_tensor(mask_function(zero, zero, zero + row, keys))
+        return seen.expand(len(keys)).bool().cpu()
+    except Exception as error:
+        raise MaskError(
+            f"depends on data; only causal masks and sliding windows are supported ({error})"
+        ) from error

@@ -16,8 +16,7 @@ from typing import Any
 from pcgsvc.config import ModelConfig
 from pcgsvc.errors import ConfigError, near
 from pcgsvc.forward.plain import words_of
-from pcgsvc.models.extras import require
-from pcgsvc.models.files import read_json
+from pcgsvc.models.files import read_json, require
 
 _SHIPPED = Path(__file__).with_name("configs")
 _LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.bundle import Tokenizer
-from pcgsvc.models.extras import require
+from pcgsvc.models.files import require
 from pcgsvc.models.gguf_file import GgufFile
 from pcgsvc.models.hf.generation import generation_config
 from pcgsvc.models.hf.source import Source

@@ -21,8 +21,7 @@ from torch import nn
 from pcgsvc import torch_private
 from pcgsvc.config.devices import is_here
 from pcgsvc.errors import ConfigError
-from pcgsvc.models.extras import require
-from pcgsvc.models.files import open_safetensors
+from pcgsvc.models.files import open_safetensors, require
 from pcgsvc.models.hf.sharding import ColumnsOfLinear
 from pcgsvc.models.hf.source import Source, looks_at_length
 from pcgsvc.models.sharding import Cut

@@ -1,31 +1,74 @@
-"""Replay a traffic file through a runner and count which captured graphs it uses.
+"""`job=sizes`, and `job=run` with `traffic`: which capture sizes a traffic wants and uses.
 
-In: a runner and a traffic. Out: the report's `traffic`: hits, padding, fall-backs, graphs that were
-never used. Results of the calls are thrown away.
+In: a config with `traffic`. Out: of `job=sizes`, which builds no model, a table, `sizes.json` and
+`sizes.png` in the output folder; of a replay through a runner, the report's `traffic`: hits,
+padding, fall-backs, graphs that were never used. Results of its calls are thrown away.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 
 from pcgsvc.config import Config, Graphs, Mode
 from pcgsvc.errors import UncoveredError
 from pcgsvc.events import Progress
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
+from pcgsvc.report.plots import has_matplotlib, not_drawn
+from pcgsvc.report.report import write_report
+from pcgsvc.report.sizes_plot import draw_sizes
+from pcgsvc.report.sizes_table import show_sizes
+from pcgsvc.report.tables import show_place
 from pcgsvc.serve.runner import Runner
-from pcgsvc.sizing.auto import load_traffic
 from pcgsvc.sizing.cost import modelled
 from pcgsvc.sizing.expect import Forecast, Service
+from pcgsvc.sizing.resolve import load_traffic, plan_for, with_sizes
 from pcgsvc.sizing.traffic import Traffic
+
+logger = logging.getLogger(__name__)
 
 Call = tuple[int, bool]
 """Row count, and whether it is a uniform decode batch."""
+
+
+def sizes_job(config: Config, report_path: Path, out: Console) -> None:
+    """Choose capture sizes for `config.traffic`; those that are set are judged beside them.
+
+    Args:
+        config: as composed.
+        report_path: where `report` points, or `report.json` in the output folder.
+        out: where the table goes.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    named = with_sizes(config)[0].capture.sizes
+    plan = plan_for(config, {"capture.sizes": named} if isinstance(named, list) else {})
+    path = report_path if config.report is not None else report_path.with_name("sizes.json")
+    picture = path.with_suffix(".png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    warnings = []
+    if has_matplotlib():
+        draw_sizes(plan, picture)
+    else:
+        warnings.append(not_drawn(picture.name))
+        logger.warning("%s", warnings[0])
+    write_report({**plan.as_json(), "warnings": warnings}, path)
+    show_sizes(out, plan)
+    show_place(out, path.absolute())
+    if not warnings:
+        show_place(out, picture.absolute(), "picture")
+
+
+# ---- replay --------------------------------------------------------------------------------------
 
 
 def replay(runner: Runner, config: Config, progress: Progress) -> dict[str, Any]:
