@@ -18,7 +18,7 @@ from pcgsvc.capture.recorded import RecordedComposer, RecordedNode
 from pcgsvc.cuda_driver import DriverError, Launch
 
 
-@pcgsvc.splitting_op("callcopies::cut", mutates_args=("out",), zeroes_padding=True)
+@pcgsvc.splitting_op("callcopies::cut", mutates_args=("out",), support="always")
 def cut(x: torch.Tensor, out: torch.Tensor) -> None:
     torch.mul(x, 2, out=out)
 
@@ -64,9 +64,11 @@ def build(*words: str) -> pcgsvc.Runner:
     return pcgsvc.build_runner(module, example, dynamic_dims={"x": 0, "ids": 0}, config=config)
 
 
-@pytest.fixture(params=["mode=full", "capture.replay=pieces", "capture.replay=stitched"])
+@pytest.fixture(params=["full", "pieces", "stitched"])
 def runner(request: Any, moves: Moves) -> Iterator[pcgsvc.Runner]:
-    with build("mode=piecewise", request.param) as built:
+    words = ["mode=piecewise", f"capture.replay={request.param}"]
+    with build(*(["mode=full"] if request.param == "full" else words)) as built:
+        moves.clear()
         assert all(entry.copies is not None for entry in built.table.entries.values())
         yield built
 
@@ -192,6 +194,7 @@ def test_memory_that_the_driver_refuses_is_copied_around_the_graphs_from_then_on
         raise DriverError("cuGraphExecKernelNodeSetParams: no such memory")
 
     with build("mode=piecewise") as runner:
+        moves.clear()
         check(runner, *given(5))
         monkeypatch.setattr(RecordedNode, "pack_words", refuse)
         with caplog.at_level("INFO"):
@@ -205,14 +208,28 @@ def test_memory_that_the_driver_refuses_is_copied_around_the_graphs_from_then_on
 
 def test_poisoned_steps_and_views_of_results_are_right(moves: Moves) -> None:
     with build("mode=full", "debug.poison=true") as runner:
+        moves.clear()
         for rows in (8, 2, 5):
             check(runner, *given(rows))
         assert moves == []
     with build("mode=full", "outputs=view") as runner:
+        moves.clear()
         for rows in (8, 2, 5):
             results = check(runner, *given(rows))
             assert addresses(results) <= held(runner)
         assert len(moves) == 3  # inputs alone
+
+
+def test_the_self_check_makes_the_copies_that_calls_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    def move(grid: tuple[int, int, int], *words: int) -> None:
+        for at in range(0, len(words), 3):
+            target, source, size = words[at : at + 3]
+            ctypes.memmove(target + 4, source + 4, max(0, size - 4))  # but for the first element
+
+    launch = Launch(move, (1, 1, 1), (1, 1, 1), 0, (0,) * 3 * copy_kernel.MOST)
+    monkeypatch.setattr(RecordedComposer, "copy_launch", lambda self, size: launch)
+    with pytest.raises(pcgsvc.PcgError, match="replay differs from plain execution"):
+        build("mode=full")
 
 
 def test_a_boundary_at_either_end_leaves_its_copies_a_step_of_their_own() -> None:

@@ -20,6 +20,7 @@ from pcgsvc.capture import copy_kernel
 from pcgsvc.capture.sources import Composer, Copying, Step
 from pcgsvc.capture.stitch import Stitched
 from pcgsvc.cuda_driver import Launch
+from pcgsvc.forward.staging import Copied
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,76 @@ class CallCopies:
     has_metadata: bool
     behind: Copying | None
     """Results in the entry's order; None where calls do not copy them."""
+
+    def of_rows(
+        self, targets: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+    ) -> RowCopies | None:
+        """Return the copies of calls of one row count; None where some are of no one piece."""
+        whole = all(tensor.is_contiguous() for tensor in [*targets, *results])
+        return RowCopies(self, targets, results) if whole else None
+
+
+class RowCopies:
+    """The copies of calls of one row count as parts of an entry's graphs; used under the lock.
+
+    Args:
+        made: the entry's.
+        targets: true rows of the input buffers, in one piece each.
+        results: true rows of the entry's results, likewise.
+    """
+
+    def __init__(
+        self,
+        made: CallCopies,
+        targets: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+    ) -> None:
+        self.steps, self.has_metadata = made.steps, made.has_metadata
+        self._made, self._device = made, targets[0].get_device()
+        self._inputs = [(t.data_ptr(), t.nbytes) for t in targets]
+        self._results = [(t, t.data_ptr(), t.nbytes) for t in results]
+
+    def take(self, values: Sequence[torch.Tensor]) -> bool:
+        """Whether inputs are plain memory of the device, in one piece each."""
+        for value in values:
+            if (
+                type(value) is not torch.Tensor
+                or not value.is_contiguous()
+                or value.get_device() != self._device
+                or value.is_neg()
+                or not value.data_ptr()
+            ):
+                return False
+        return True
+
+    def set(self, values: Sequence[torch.Tensor], metadata: Copied | None) -> list[torch.Tensor]:
+        """Have the next replay copy these inputs, and metadata.
+
+        Args:
+            values: that `take` accepts.
+            metadata: target, source and bytes of what is staged; None: nothing is.
+
+        Returns:
+            Memory that the replay copies its results to, the caller's own; none where it does not.
+
+        Raises:
+            DriverError: the driver refuses.
+        """
+        words: list[int] = []
+        for (target, size), value in zip(self._inputs, values, strict=True):
+            words += (target, value.data_ptr(), size)
+        if self.has_metadata:
+            words += metadata or (0, 0, 0)
+        self._made.before.set(tuple(words))
+        behind = self._made.behind
+        if behind is None:
+            return []
+        words, made = [], []
+        for result, source, size in self._results:
+            made.append(new := torch.empty_like(result))
+            words += (new.data_ptr(), source, size)
+        behind.set(tuple(words))
+        return made
 
 
 def with_copies(

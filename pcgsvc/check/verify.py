@@ -298,15 +298,32 @@ class _Check(Trial):
         self, key: EntryKey, inputs: Mapping[str, torch.Tensor], batch: CheckedBatch
     ) -> _Replay:
         """Replay an entry on inputs whose padding rows are given; the state is put back."""
-        size, entry = key[1].num_tokens, self.table.entries[key]
         with preserved(self.state), recorded_choices() as choices:
             with self.memory.on_stream():
-                self.memory.load(inputs, size, size)
-                with use_context(self._context(batch, size, key)):
-                    for step in entry.calls:
-                        step()
-                results = [tensor.clone() for tensor in entry.outputs]
+                results = self._replayed(key, inputs, batch)
             return _Replay(results, self._copied_state(), choices)
+
+    def _replayed(
+        self, key: EntryKey, inputs: Mapping[str, torch.Tensor], batch: CheckedBatch
+    ) -> list[torch.Tensor]:
+        """Replay an entry as calls do: with the copies in its graphs where it has them."""
+        size, entry, memory = key[1].num_tokens, self.table.entries[key], self.memory
+        load, values = memory.plan_load(size, size), [inputs[s.name] for s in memory.inputs]
+        copies, steps, results = None, entry.calls, list[torch.Tensor]()
+        if entry.copies is not None:
+            copies = entry.copies.of_rows(load.targets, entry.outputs)
+        if copies is not None and copies.take(values):
+            memory.pad(load)
+            context = self._context(batch, size, key, stage=copies.has_metadata)
+            steps, results = copies.steps, copies.set(values, memory.staged)
+        else:
+            memory.copy_in(values, load)
+            context = self._context(batch, size, key)
+        with use_context(context):
+            for step in steps:
+                step()
+        memory.sent()
+        return results or [tensor.clone() for tensor in entry.outputs]
 
     def _copied_state(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.state.items()}
@@ -326,11 +343,13 @@ class _Check(Trial):
         with self.memory.on_stream(), use_context(self._context(batch, rows, key)):
             return [tensor.clone() for tensor in self.model.run_module(inputs)]
 
-    def _context(self, batch: CheckedBatch, rows: int, key: EntryKey | None) -> ForwardContext:
+    def _context(
+        self, batch: CheckedBatch, rows: int, key: EntryKey | None, *, stage: bool = False
+    ) -> ForwardContext:
         uniform = key is not None and key[1].uniform
         query_len = self.config.capture.uniform_query_len if uniform else None
         full = key is not None and key[0] is Mode.FULL
-        return self.memory.context(batch, rows, query_len, in_full_graph=full)
+        return self.memory.context(batch, rows, query_len, in_full_graph=full, stage=stage)
 
     def _true_rows(self, descriptor: BatchDescriptor, rng: random.Random | None) -> int:
         """Return a row count that an entry serves, with padding where there can be any.

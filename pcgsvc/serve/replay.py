@@ -11,12 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.capture.call_copies import CallCopies
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import EntryKey
 from pcgsvc.capture.session import Entry
 from pcgsvc.config import Mode
-from pcgsvc.forward.staging import Copied
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.program.model import CompiledModel
 
@@ -59,76 +57,11 @@ class Route:
         self.load = memory.plan_load(rows, replay.size)
         self.results = whole if rows == replay.size else model.outputs.cut(whole, rows)
         """Views of the true rows of the entry's results."""
-        self.copies: RouteCopies | None = None
+        made = replay.entry.copies
+        self.copies = None if made is None else made.of_rows(self.load.targets, self.results)
         """The call's copies inside the entry's graphs; None: they are made around them."""
-        made, targets = replay.entry.copies, self.load.targets
-        if made is not None and all(t.is_contiguous() for t in [*targets, *self.results]):
-            self.copies = RouteCopies(made, targets, self.results)
         self.calls = self.hits = 0
         """Calls that took it, and those whose replay came to its end."""
-
-
-class RouteCopies:
-    """The copies of calls of one row count as parts of an entry's graphs; used under the lock.
-
-    Args:
-        made: the entry's.
-        targets: true rows of the input buffers, in one piece each.
-        results: true rows of the entry's results, likewise.
-    """
-
-    def __init__(
-        self,
-        made: CallCopies,
-        targets: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-    ) -> None:
-        self.steps, self.has_metadata = made.steps, made.has_metadata
-        self._made, self._device = made, targets[0].get_device()
-        self._inputs = [(t.data_ptr(), t.nbytes) for t in targets]
-        self._results = [(t, t.data_ptr(), t.nbytes) for t in results]
-
-    def take(self, values: Sequence[torch.Tensor]) -> bool:
-        """Whether inputs are plain memory of the device, in one piece each."""
-        for value in values:
-            if (
-                type(value) is not torch.Tensor
-                or not value.is_contiguous()
-                or value.get_device() != self._device
-                or value.is_neg()
-                or not value.data_ptr()
-            ):
-                return False
-        return True
-
-    def set(self, values: Sequence[torch.Tensor], metadata: Copied | None) -> list[torch.Tensor]:
-        """Have the next replay copy these inputs, and metadata.
-
-        Args:
-            values: that `take` accepts.
-            metadata: target, source and bytes of what is staged; None: nothing is.
-
-        Returns:
-            Memory that the replay copies its results to, the caller's own; none where it does not.
-
-        Raises:
-            DriverError: the driver refuses.
-        """
-        words: list[int] = []
-        for (target, size), value in zip(self._inputs, values, strict=True):
-            words += (target, value.data_ptr(), size)
-        if self.has_metadata:
-            words += metadata or (0, 0, 0)
-        self._made.before.set(tuple(words))
-        behind = self._made.behind
-        if behind is None:
-            return []
-        words, made = [], []
-        for result, source, size in self._results:
-            made.append(new := torch.empty_like(result))
-            words += (new.data_ptr(), source, size)
-        behind.set(tuple(words))
-        return made
 
 
 def input_views(table: GraphTable, memory: Workspace) -> list[int]:
