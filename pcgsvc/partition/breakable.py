@@ -14,7 +14,7 @@ import torch
 
 from pcgsvc.config import Config
 from pcgsvc.errors import TraceError
-from pcgsvc.forward.results import flatten, tensors_in
+from pcgsvc.forward.results import flatten, refused_leaf, tensors_in
 from pcgsvc.forward.specs import Binding, SizePredicate, TensorSpec
 from pcgsvc.forward.state import can_be_put_back
 from pcgsvc.forward.workspace import Workspace
@@ -93,10 +93,7 @@ def image_of_forward(probe: ForwardProbe, memory: Workspace) -> ProgramImage:
         elif leaf is None or isinstance(leaf, (bool, str)):
             constants[at] = leaf
         else:
-            raise TraceError(
-                f"result leaf {at}: got {type(leaf).__name__}; a forward may return tensors, "
-                "None, bools and strings."
-            )
+            raise TraceError(refused_leaf(at, leaf))
     pieces = tuple(_pieces(one.events))
     names = [spec.name for spec in memory.inputs]
     bindings = tuple(Binding(kind="input", name=name, spec=None) for name in names)

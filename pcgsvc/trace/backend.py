@@ -53,7 +53,8 @@ class DynamoCapture:
             raise RuntimeError(self.refusal)
         if any(map(torch_private.is_dtensor, inputs)):
             self.graph, self.graph_inputs = torch_private.lowered_dtensors(graph, inputs)
-        sentinels = tuple(torch.empty(0) for _ in outputs)
+        # Of one element: Dynamo's bytecode calls .item() on a result that stands for a float.
+        sentinels = tuple(torch.zeros(()) for _ in outputs)
         self.sentinels = list(sentinels)
         return lambda *args: sentinels  # Dynamo keeps it: it must not hold `self`
 

@@ -5,7 +5,6 @@ In: a `DynamoCapture`. Out: the canonical graph.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import re
 from collections import Counter
@@ -19,7 +18,7 @@ from torch.utils import _pytree as pytree
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
 from pcgsvc.forward.objects import tensors_of
-from pcgsvc.forward.results import flatten
+from pcgsvc.forward.results import flatten, refused_leaf
 from pcgsvc.forward.specs import Binding, InputSpec, SizePredicate, TensorSpec
 from pcgsvc.ops.breaks import WAYS_OUT
 from pcgsvc.trace.backend import DynamoCapture, view_refusal
@@ -315,17 +314,8 @@ class Canonical:
                     "results are copies or memory of its graphs. Return a copy: .clone()."
                 )
             else:
-                way = (
-                    " A dataclass may hold its fields and nothing else; or register it with "
-                    "torch.export.register_dataclass."
-                )
-                raise TraceError(
-                    f"result leaf {at}: got {type(leaf).__name__}; a forward may return tensors "
-                    "that it computed or was given, None, bools and strings. A number would be "
-                    "frozen at its traced value: return it as a tensor, or compute it outside."
-                    + way
-                    * dataclasses.is_dataclass(leaf)
-                )
+                stands_for = leaf if node is None else _example(node)
+                raise TraceError(refused_leaf(at, stands_for))
         self._refuse_side_effects(made, [n for n in made.values() if n not in kept])
         return outputs, constants, tuple(kept)
 
@@ -336,7 +326,7 @@ class Canonical:
         for name, value in self.changed.items():
             node = made.get(id(value))
             if node is None or self.tensors.get(name) is None or self._root(node) != name:
-                place = None if node is None else user_line(node)
+                place = user_line(node) if node is not None and node.stack_trace else None
                 place = place or line_that_sets(self.module, name)
                 line = f" at {place}" if place is not None else ""
                 raise TraceError(
