@@ -12,9 +12,11 @@ import pytest
 import torch
 from cli_helpers import Cli, Done
 from store_helpers import mounted
+from torch.nn.utils import prune
 
-from pcgsvc.config import CacheAction, CacheConfig, CacheMode
+from pcgsvc.config import CacheAction, CacheConfig, CacheMode, Config
 from pcgsvc.events import Silent
+from pcgsvc.forward.request import request_for
 from pcgsvc.jobs import doctor as job
 from pcgsvc.jobs.doctor import Finding
 
@@ -203,6 +205,18 @@ def test_a_model_that_fails_is_a_row(doctor: Callable[..., Done], name: str, wor
     assert words in found
     assert "doctored_models.py:" in found
     assert "Traceback" not in done.out + done.err
+
+
+@pytest.mark.slow
+def test_a_weight_that_a_hook_of_torch_s_sets_has_its_own_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = prune.l1_unstructured(torch.nn.Linear(4, 4), "weight", amount=0.5).eval()
+    request = request_for(layer, (torch.randn(3, 4),), {"input": 0}, Config())
+    monkeypatch.setattr(job, "request_of", lambda *args: request)
+    found = {row.item: row for row in job._model(Config(), torch.device("cpu"), Silent())}
+    assert found["attribute write"].found == "weight"
+    assert "torch.nn.utils.prune.remove(model, 'weight')" in found["attribute write"].advice
 
 
 # ---- the machine ---------------------------------------------------------------------------------

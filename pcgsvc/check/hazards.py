@@ -31,7 +31,7 @@ from pcgsvc.forward.results import tensors_in
 from pcgsvc.forward.state import Attributes, same_bits, state_kept
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import use_context
-from pcgsvc.trace.sources import line_that_sets
+from pcgsvc.trace.sources import line_that_sets, made_permanent
 
 _SAVED_BYTES = 64 * 2**20
 """Largest argument whose content is compared."""
@@ -48,6 +48,8 @@ class Hazard(NamedTuple):
     """Op, attribute or text, and why it is a hazard."""
     line: str
     """`file:line in function` of the user's code; empty where it is not known."""
+    way_out: str = ""
+    """What to do, where there is more to say than of any hazard of its kind."""
 
 
 class Undeclared(NamedTuple):
@@ -100,7 +102,8 @@ def observe(request: Request) -> Observation:
         finally:
             changed = attributes.restore()
     for name in changed:
-        seen.hazards[Hazard("attribute write", name, line_that_sets(module, name) or "")] = None
+        line, way_out = line_that_sets(module, name) or "", made_permanent(module, [name])
+        seen.hazards[Hazard("attribute write", name, line, way_out)] = None
     return seen
 
 

@@ -255,9 +255,10 @@ def _model(config: Config, device: torch.device, progress: Progress) -> Iterator
     traced = _traced(config, progress)
     yield traced
     yield from _ops(seen, config)
-    for kind, what, line in seen.hazards:
+    for kind, what, line, way_out in seen.hazards:
         state = FAIL if _is_fatal(kind, config, refused=traced.state == FAIL) else WARN
-        yield Finding(kind, state, f"{what}, at {line}" if line else what, _ADVICE[kind])
+        advice = way_out or _ADVICE[kind]
+        yield Finding(kind, state, f"{what}, at {line}" if line else what, advice)
 
 
 def _traced(config: Config, progress: Progress) -> Finding:

@@ -31,7 +31,7 @@ from pcgsvc.ops.collectives import COLLECTIVES, FOREIGN
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.submodules import Calls, watched
 from pcgsvc.program.program import Boundaries
-from pcgsvc.trace.sources import line_that_sets
+from pcgsvc.trace.sources import line_that_sets, made_permanent
 
 
 @dataclass(kw_only=True)
@@ -127,10 +127,12 @@ class Forward:
 def _refuse_side_effects(module: Callable[..., Any], changed: Mapping[str, Any]) -> None:
     if changed:
         lines = [f" at {line}" for name in changed if (line := line_that_sets(module, name))]
+        way = made_permanent(module, changed) or (
+            "write into a registered buffer in place, or do it in a @pcgsvc.eager_break"
+        )
         raise CaptureError(
             f"the forward sets {sorted(changed)}{', '.join(lines)}: a Python side effect, which "
-            "would happen once, at capture, and never again. Write into a registered buffer in "
-            "place, or do it in a @pcgsvc.eager_break."
+            f"would happen once, at capture, and never again. Way out: {way}."
         )
 
 

@@ -73,6 +73,12 @@ def _refusal(outputs: Sequence[Any]) -> str | None:
         return view_refusal(view.group(2), int(view.group(1)) + 1)
     if not outside:
         return None
+    if any(s.endswith("parametrize']._cache") for s in outside):
+        return (
+            "the forward uses torch.nn.utils.parametrize.cached(), which keeps values from call to "
+            "call: a Python side effect, which would happen once, at tracing. Leave it out; a "
+            "graph computes the parametrized tensors at each call."
+        )
     lines = ", ".join(dict.fromkeys(user_line(n) for n in outputs))
     return (
         f"the forward changes {', '.join(outside)} (its results, and what it stores, are made at "

@@ -26,7 +26,7 @@ from pcgsvc.trace.collectives import unite_collectives
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import mutated_args, name_once, op_names, user_line
 from pcgsvc.trace.refusals import refuse_unsupported
-from pcgsvc.trace.sources import line_that_sets
+from pcgsvc.trace.sources import line_that_sets, made_permanent
 
 _VIEW_OPS = {"aten::numpy_T": "T", "aten::mT": "mT", "aten::matrix_H": "H", "aten::mH": "mH"}
 """What torch 2.14 puts into the graph for attributes that are views; see `backend`."""
@@ -329,10 +329,13 @@ class Canonical:
                 place = user_line(node) if node is not None and node.stack_trace else None
                 place = place or line_that_sets(self.module, name)
                 line = f" at {place}" if place is not None else ""
+                way = made_permanent(self.module, self.changed) or (
+                    "write into a registered buffer in place (self.buffer.copy_(…)), or return "
+                    "the value"
+                )
                 raise TraceError(
                     f"the forward sets {name!r}{line}: a Python side effect, which would happen "
-                    "once, at tracing, and never again. Write into a registered buffer in place "
-                    "(self.buffer.copy_(…)), or return the value."
+                    f"once, at tracing, and never again. Way out: {way}."
                 )
             unclaimed = [n for n in unclaimed if n is not node]
         for node in unclaimed:
