@@ -297,6 +297,7 @@ _DECLARE = "declare it (mutates_args, or Tensor(a!)), or use a copy"
 _ADVICE = {
     "host read": "compute it with tensors, or in a splitting op, which runs outside the graphs",
     "random numbers": "switch that off (module.eval(), p=0), or pass the numbers as an input",
+    "row index": "if it can be negative, use k % pcgsvc.true_rows(x).sum() in its place",
     "attribute write": "write into a registered buffer in place, or return the value",
     "print": "take it out: it happens when the forward is traced or captured, and never again",
 }
@@ -304,6 +305,8 @@ _ADVICE = {
 
 def _is_fatal(kind: str, config: Config, *, refused: bool) -> bool:
     """Whether a hazard keeps the job from working; `refused`: the model cannot be traced."""
+    if kind == "row index":  # of numbers that are not negative nothing is wrong
+        return False
     if kind == "random numbers":  # no two runs are alike, which `job=run` refuses
         return True
     if config.partition.strategy is Strategy.BREAKABLE:
