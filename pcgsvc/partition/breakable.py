@@ -50,11 +50,14 @@ class ModulePiece(CompiledPiece):
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the module; its tensor results that are no inputs, in tree order."""
-        given_names = dict(zip(self._names, args, strict=True))
-        with in_place(self._module, self.forwards):
-            result = self._module(**given_names, **self._constants)
+        result = self.whole(dict(zip(self._names, args, strict=True)))
         given = {id(a) for a in args}
         return [t for t in tensors_in(result) if id(t) not in given]
+
+    def whole(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """Run the module; its whole result."""
+        with in_place(self._module, self.forwards):
+            return self._module(**inputs, **self._constants)
 
     def num_kernels(self) -> int:
         """See `CompiledPiece.num_kernels`."""

@@ -96,6 +96,8 @@ class CompiledModel:
     """What was asked for and is not done."""
     memory: Workspace | None = None
     """Set where the forward had to be run to learn what it does."""
+    untraced: Callable[[Mapping[str, torch.Tensor]], Any] | None = None
+    """Set where the module is the program: runs it, its parts compiled, for its whole result."""
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that run it together."""
     depends_on: frozenset[str] = frozenset()
