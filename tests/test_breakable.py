@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import WIDTH, make_config, rows, toy, verified
+from core_helpers import WIDTH, make_config, plain, rows, toy, verified
 
 import pcgsvc
 from pcgsvc.config import Strategy
@@ -19,6 +19,7 @@ from pcgsvc.errors import (
     TraceError,
     VerifyError,
 )
+from pcgsvc.forward.results import flatten
 from pcgsvc.partition.submodules import Calls, chosen, compile_submodules, in_place, watched
 
 
@@ -378,3 +379,25 @@ def test_writes_to_inputs_and_results_of_another_form_are_refused(
 ) -> None:
     with pytest.raises(TraceError, match=words):
         build(forward)
+
+
+@pytest.mark.parametrize("mode", ["piecewise", "none"])
+def test_without_a_graph_the_module_s_own_result_is_returned(mode: str) -> None:
+    """What it decides in Python is fixed at capture alone; 8, 7 and 4 rows are tried before."""
+    kept = torch.zeros(9, WIDTH)
+
+    def forward(x: torch.Tensor) -> Any:
+        y = x + 1
+        out = torch.empty_like(y)
+        clip(y, out)
+        return (out, kept, x, "nine") if len(x) == 9 else (out, x * 2, x, "other")
+
+    with build(forward, mode) as runner:
+        for count in (8, 9) if mode == "piecewise" else (3, 8, 9):
+            x = rows(count)
+            out, second, same, word = runner(x)
+            (wanted, other, _, due), _ = flatten(plain(forward, x))
+            assert torch.equal(out, wanted)
+            assert torch.equal(second, other)
+            assert (same is x, word) == (True, due)
+        assert second.data_ptr() != kept.data_ptr()  # the caller's own

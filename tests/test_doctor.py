@@ -12,9 +12,11 @@ import pytest
 import torch
 from cli_helpers import Cli, Done
 from store_helpers import mounted
+from torch.nn.utils import prune
 
-from pcgsvc.config import CacheAction, CacheConfig, CacheMode
+from pcgsvc.config import CacheAction, CacheConfig, CacheMode, Config
 from pcgsvc.events import Silent
+from pcgsvc.forward.request import request_for
 from pcgsvc.jobs import doctor as job
 from pcgsvc.jobs.doctor import Finding
 
@@ -203,6 +205,46 @@ def test_a_model_that_fails_is_a_row(doctor: Callable[..., Done], name: str, wor
     assert words in found
     assert "doctored_models.py:" in found
     assert "Traceback" not in done.out + done.err
+
+
+def examine_module(
+    monkeypatch: pytest.MonkeyPatch, module: Callable[..., Any], **example: torch.Tensor
+) -> dict[str, Finding]:
+    """Return the rows of a module of this process, by item."""
+    request = request_for(module, example, dict.fromkeys(example, 0), Config())
+    monkeypatch.setattr(job, "request_of", lambda *args: request)
+    return {row.item: row for row in job._model(Config(), torch.device("cpu"), Silent())}
+
+
+@pytest.mark.slow
+def test_a_weight_that_a_hook_of_torch_s_sets_has_its_own_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = prune.l1_unstructured(torch.nn.Linear(4, 4), "weight", amount=0.5).eval()
+    found = examine_module(monkeypatch, layer, input=torch.randn(3, 4))["attribute write"]
+    assert found.found == "weight"
+    assert "torch.nn.utils.prune.remove(model, 'weight')" in found.advice
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.slow
+def test_rows_that_are_picked_by_their_numbers_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    table = torch.randn(5, 4)
+
+    def picked(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        y = x + table[k]
+        return y.index_put((k,), x) if writes else y[k]
+
+    def looked_up(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (x + table[k])[x[:, 0] > 0].sum(0) + x
+
+    example = {"x": torch.randn(5, 4), "k": torch.arange(5)}
+    found = examine_module(monkeypatch, picked, **example)["row index"]
+    assert (found.state, "in picked" in found.found) == ("warn", True)
+    assert "pcgsvc.true_rows" in found.advice
+    assert "row index" not in examine_module(monkeypatch, looked_up, **example)
 
 
 # ---- the machine ---------------------------------------------------------------------------------

@@ -147,6 +147,11 @@ UNCLEAR: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "no rows": (F.relu, (torch.tensor(1.0),), "the first tensor has no rows"),
     "empty": (F.relu, (torch.zeros(0, 2),), "the first tensor has no rows"),
     "a table as long": (fixed_table, (rows(8), torch.randn(8)), "shape '.4, 2.' is invalid"),
+    "a tensor at times": (
+        lambda x: (x, x if len(x) > 2 else None),
+        (rows(3),),
+        "result leaf 1 is a tensor and None",
+    ),
     "rows reduced": (lambda x: x.sum(0), (rows(3),), r"shapes \[\[4\]\] and \[\[4\]\]"),
     "two per row": (lambda x: torch.cat([x, x]), (rows(3),), r"\[\[6, 4\]\] and \[\[4, 4\]\]"),
 }

@@ -308,7 +308,7 @@ def test_a_module_that_cannot_be_traced_names_file_and_line(
     assert words in error
     assert line_of(user, comment) in error
     assert "Traceback" not in error
-    assert re.search(r"partition\.strategy=breakable|Write into a registered buffer", error)
+    assert re.search(r"partition\.strategy=breakable|write into a registered buffer", error)
 
 
 # ---- bad configuration ---------------------------------------------------------------------------

@@ -117,10 +117,14 @@ def test_explain_and_doctor_ask_the_remote(cached_cli: Cli, url: str, tmp_path: 
 def test_push_check_and_pull_copy_what_the_other_side_lacks(
     cached_cli: Cli, remote: str, url: str, tmp_path: Path
 ) -> None:
-    cached_cli("job=compile")
     job = ["job=cache", remote]
-    empty = cached_cli(*job, "cache.action=pull", elsewhere(tmp_path))
-    assert f"cache.remote: there is no entry at '{url}'" in empty.out.replace("\n", "")
+    for action, words in (
+        ("pull", f"cache pull: there is no entry at {url}"),
+        ("push", "cache push: the store holds no program"),
+    ):
+        empty = cached_cli(*job, f"cache.action={action}")
+        assert (empty.code, words in empty.out.replace("\n", "")) == (1, True)
+    cached_cli("job=compile")
     assert "0 there" in cached_cli(*job, "cache.action=push").out
     assert cached_cli(*job, "cache.action=push").out.startswith("0 entries published")
     checked = cached_cli(*job, "cache.action=check", elsewhere(tmp_path))

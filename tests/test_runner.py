@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,8 +23,17 @@ from pcgsvc.errors import (
     BatchError,
     ConfigError,
     PcgError,
+    TraceError,
     UncoveredError,
 )
+
+
+class Named(NamedTuple):
+    """A result with names."""
+
+    y: torch.Tensor
+    n: Any
+
 
 MODES = ["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 
@@ -316,3 +325,43 @@ def test_a_view_of_an_input_is_no_memory_of_the_runner(strategy: Strategy, size:
 def test_a_result_of_other_than_one_row_per_row_is_refused() -> None:
     with pytest.raises(PcgError, match="padding rows cannot be cut off"):
         build(lambda x: x.view(-1, 2))
+
+
+NUMBERS = {
+    "float": (lambda x: x.shape[0] * 0.5, "float"),
+    "quotient": (lambda x: x.shape[0] / 3, "float"),
+    "int": (lambda x: -x.shape[0], "int"),
+    "shape": (lambda x: x.shape[0], "int"),
+    "bool": (lambda x: bool(x.shape[0] % 4 == 3), "bool"),
+    "item": (lambda x: x.sum().item(), "float"),
+}
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_the_forward_computes_is_refused_by_its_place(name: str, split: bool) -> None:
+    number, kind = NUMBERS[name]
+    nestings = (tuple, lambda pair: {"y": pair[0], "n": pair[1]}, lambda pair: Named(*pair))
+
+    def forward(x: torch.Tensor, nesting: int = 0) -> Any:
+        return nestings[nesting]((attended(x) if split else x * 2, number(x)))
+
+    for nesting in range(3):
+        example = {"x": rows(3), "nesting": nesting}
+        with pytest.raises(TraceError, match=rf"result leaf 1: got {kind}.*pcgsvc\.true_rows"):
+            build(forward, example, {"x": 0}, mode="piecewise")
+
+
+@pytest.mark.parametrize("strategy", [Strategy.FX, Strategy.BREAKABLE])
+def test_the_row_count_as_a_tensor_is_that_of_the_call(strategy: Strategy) -> None:
+    """What the refusal of a number asks for."""
+    config = make_config(sizes=[4])
+    config.partition.strategy = strategy
+    with pcgsvc.build_runner(
+        lambda x: (x + 1, pcgsvc.true_rows(x).sum() * 0.5),
+        rows(3),
+        dynamic_dims={"x": 0},
+        config=config,
+    ) as runner:
+        for count in (1, 3, 4):
+            assert runner(rows(count))[1] == count * 0.5

@@ -39,6 +39,14 @@ def post(server: Server, **body: Any) -> Any:
     return httpx.post(f"{server.url}/generate", json=body, timeout=60)
 
 
+def reason(got: Any) -> str:
+    """Return why a request was refused; all refusals have one shape."""
+    body = got.json()
+    assert list(body) == ["error"], body
+    assert isinstance(body["error"], str)
+    return str(body["error"])
+
+
 def is_idle(server: Server) -> bool:
     got = server.metrics()
     held = got['pcgsvc_kv_blocks{runner="generate",state="held"}']
@@ -106,18 +114,28 @@ def test_a_bad_request_is_refused_with_its_reason(
     server: Server, body: dict[str, Any], status: int, words: str
 ) -> None:
     got = post(server, **body)
-    assert (got.status_code, words in got.text) == (status, True), got.text
+    assert (got.status_code, words in reason(got)) == (status, True), got.text
 
 
 def test_what_is_no_json_or_ends_early_is_refused(server: Server) -> None:
-    broken = httpx.post(f"{server.url}/generate", content=b'{"prompt": [1')
-    assert broken.status_code == 422
+    kind = {"Content-Type": "application/json"}
+    broken = httpx.post(f"{server.url}/generate", content=b'{"prompt": [1', headers=kind)
+    assert (broken.status_code, "JSON decode error" in reason(broken)) == (422, True)
+    assert "body.prompt: Field required" in reason(post(server))
     port = int(server.url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as cut:
         cut.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
         cut.shutdown(socket.SHUT_WR)
         assert cut.recv(100).startswith((b"HTTP/1.1 400", b""))
-    assert httpx.post(f"{server.url}/embed", json={"texts": ["x"]}).status_code == 404
+    for method, path, status, words in (
+        ("post", "embed", 422, "body.texts: Field required"),
+        ("post", "nowhere", 404, "Not Found"),
+        ("get", "generate", 405, "Method Not Allowed"),
+    ):
+        got = httpx.request(method, f"{server.url}/{path}", json={})
+        assert (got.status_code, words in reason(got)) == (status, True)
+    absent = httpx.post(f"{server.url}/embed", json={"texts": ["x"]})
+    assert (absent.status_code, reason(absent)) == (404, "SERVICE_EMBED is not set")
     assert httpx.get(f"{server.url}/healthz").status_code == 200
     assert post(server, prompt=[9], max_new_tokens=2, stream=False).status_code == 200
 
@@ -142,7 +160,7 @@ def test_a_full_queue_refuses_and_those_that_wait_are_answered(server: Server) -
     assert set(by_status) == {200, 429}
     assert len(by_status[200]) >= 8
     assert all(is_right(body["prompt"], a.tokens) for a in by_status[200])  # type: ignore[arg-type]
-    assert "requests are waiting" in by_status[429][0].error
+    assert "requests are waiting" in json.loads(by_status[429][0].error)["error"]
     wait_for(lambda: is_idle(server))
 
 
@@ -150,6 +168,33 @@ def test_a_scrape_waits_for_a_step_and_not_the_loop(server: Server) -> None:
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(lambda at: server.metrics()["service_cancelled_total"], range(8)))
     assert len(set(got)) == 1
+
+
+def test_an_exception_that_nobody_foresaw_is_counted_and_has_the_shape_of_a_refusal() -> None:
+    from service.app import Service, Settings, app_of
+
+    service = Service(Settings(generate="not loaded"))
+
+    async def fails() -> None:
+        raise KeyError("inside")
+
+    app = app_of(service)
+    app.get("/fails")(fails)
+
+    async def main() -> Any:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            return [await client.get("/fails"), await client.get("/openapi.json")]
+
+    got, documented = asyncio.run(main())
+    assert (got.status_code, reason(got)) == (500, "KeyError; the log has more")
+    counted = {"endpoint": "other", "status": "500"}
+    assert service.registry.get_sample_value("service_requests_total", counted) == 1
+    answers = documented.json()["paths"]["/generate"]["post"]["responses"]
+    schemas = {
+        a["content"]["application/json"]["schema"]["$ref"] for s, a in answers.items() if s != "200"
+    }
+    assert schemas == {"#/components/schemas/Refusal"}
 
 
 def test_without_a_model_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

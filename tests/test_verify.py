@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import Cli
-from core_helpers import WIDTH, build, rows
+from core_helpers import WIDTH, build, make_config, rows
 
 import pcgsvc
 from pcgsvc.check import timing
-from pcgsvc.config import Mode
+from pcgsvc.config import Mode, Strategy
 from pcgsvc.errors import UncoveredError, VerifyError
+from pcgsvc.forward.results import flatten
 
 SOURCE = """
 import torch
@@ -260,6 +261,61 @@ def test_a_tensor_passed_twice_is_one_tensor_to_a_forward_that_asks() -> None:
     with build(lambda a, b: a + b * 3, (x, x), {"a": 0, "b": 0}, sizes=[4, 8]) as runner:
         assert torch.equal(runner(x, x), x + x * 3)
         assert runner.stats()["fallbacks"] == []
+
+
+def two(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    return x * 2, "two" if len(x) == 2 else "other"
+
+
+def two_is_none(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    return x * 2, None if len(x) == 2 else x + 1
+
+
+def two_is_computed(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    return x * 2, x * 3 if len(x) == 2 else x
+
+
+def two_is_nested(x: torch.Tensor) -> Any:
+    return [x * 2] if len(x) == 2 else (x * 2,)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (two, r"'two' as leaf 1 for x \[2, 4\], the program 'other' as leaf 1"),
+        (two_is_none, "None as leaf 1 .* the program a tensor"),
+        (two_is_computed, "a tensor as leaf 1 .* the program an input"),
+        (two_is_nested, r"TreeSpec\(list.* TreeSpec\(tuple"),
+    ],
+)
+def test_what_no_graph_gives_is_compared_at_each_captured_size(forward: Any, words: str) -> None:
+    """`breakable` tries the row counts 8, 7 and 1; a trace has a guard for 2."""
+    config = make_config(sizes=[1, 2, 8])
+    config.partition.strategy = Strategy.BREAKABLE
+    with pytest.raises(VerifyError, match=words):
+        pcgsvc.build_runner(forward, rows(3), dynamic_dims={"x": 0}, config=config)
+    with build(forward, sizes=[1, 2, 8]) as runner:
+        for count in (1, 2, 3, 8):
+            (got, tree), (wanted, same) = (
+                flatten(runner(rows(count))),
+                flatten(forward(rows(count))),
+            )
+            assert tree == same
+            assert all(
+                torch.equal(a, b) if torch.is_tensor(b) else a == b
+                for a, b in zip(got, wanted, strict=True)
+            )
+
+
+def test_a_word_for_one_row_is_not_that_for_several() -> None:
+    """Dynamo takes the row count for at least 2 without a guard."""
+    with build(lambda x: (x * 2, "one" if len(x) == 1 else "many"), sizes=[1, 4]) as runner:
+        assert [runner(rows(count))[1] for count in (1, 2, 4, 1)] == ["one", "many", "many", "one"]
+
+
+def test_a_flag_of_the_trace_that_is_returned_is_refused() -> None:
+    with pytest.raises(VerifyError, match=r"False as leaf 1 .*, the program True"):
+        build(lambda x: (x * 2, torch.compiler.is_compiling()), sizes=[4])
 
 
 def test_a_call_that_needs_the_module_itself_is_an_error_under_on_uncovered_error() -> None:

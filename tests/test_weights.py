@@ -17,7 +17,7 @@ import pcgsvc
 from pcgsvc.config import Strategy
 from pcgsvc.errors import ConfigError, PcgError, StaleAddressError, StateError
 from pcgsvc.ops.context import use_context
-from pcgsvc.serve.weights import _TURN
+from pcgsvc.serve.weights import _TURN, Weights
 
 
 def plain(module: Any, x: torch.Tensor) -> Any:
@@ -503,6 +503,33 @@ def test_training_mode_and_hooks_that_are_not_those_of_the_build_are_refused(cas
         finally:
             module.eval() if case == "train" else handle.remove()
         torch.testing.assert_close(runner(rows(3)), wanted)
+
+
+def test_hooks_that_come_and_go_elsewhere_have_no_weights_compared() -> None:
+    """As a profiler or a training loop beside the runner registers them at each of its steps."""
+    module, other = tied(), nn.Linear(2, 2)
+    handle = module.embed.register_forward_hook(lambda *args: None)
+    weights = Weights(module, dict(module.named_parameters()))
+    weights.check()
+    weights._whole = None  # type: ignore[assignment] - all that could be compared
+    for _ in range(40):
+        other.register_forward_hook(_double).remove()
+        weights.check()
+    for change in (
+        lambda: module.mid.register_forward_hook(_double),
+        lambda: module.embed.register_forward_hook(_double),
+        lambda: nn.modules.module.register_module_forward_pre_hook(lambda *args: None),
+    ):
+        added = change()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"^module: forward "):
+                weights.check()
+        added.remove()
+        weights.check()
+    handle.remove()
+    other.register_forward_hook(_double)
+    with pytest.raises(ConfigError, match=r"^module: forward hooks of embed"):
+        weights.check()
 
 
 def test_a_submodule_s_training_mode_is_noticed_within_some_calls() -> None:

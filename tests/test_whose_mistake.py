@@ -12,6 +12,7 @@ import pytest
 import torch
 from core_helpers import WIDTH, rows
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import pcgsvc
 from pcgsvc.forward.arguments import input_specs, resampler
@@ -181,6 +182,49 @@ def test_a_forward_that_waits_runs_where_nothing_is_captured() -> None:
 def test_the_advice_of_torch_compile_is_left_out() -> None:
     assert "Hint" not in refusal(branch)
     assert "torch._dynamo" not in refusal(prints)
+
+
+REPARAMETRIZED: dict[str, Callable[[nn.Module], Any]] = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    "weight_norm": lambda layer: torch.nn.utils.weight_norm(layer),
+    "spectral_norm": lambda layer: torch.nn.utils.spectral_norm(layer),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("strategy", ["fx", "breakable"])
+@pytest.mark.parametrize("name", REPARAMETRIZED)
+def test_a_weight_that_a_hook_of_torch_s_sets_is_fixed_as_the_refusal_says(
+    name: str, strategy: str
+) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).eval()
+    settings = {"mode": "full", "partition": {"strategy": strategy}}
+    for layer in (model[0], model[2]):
+        REPARAMETRIZED[name](layer)
+    wanted = model(rows(3)).detach()
+    for left in (" (and so for 1 more)", ""):
+        with pytest.raises((pcgsvc.TraceError, pcgsvc.CaptureError)) as caught:
+            compiled(model, (rows(3),), **settings)
+        (call,) = re.findall(
+            rf"before the build: (torch\.\S+ '\w+'\)){re.escape(left)}\.", str(caught.value)
+        )
+        eval(call, {"torch": torch, "model": model})
+    with compiled(model, (rows(3),), **settings) as runner:
+        torch.testing.assert_close(runner(rows(3)), wanted)
+
+
+def test_parametrizations_are_computed_at_each_call_and_their_cache_is_refused() -> None:
+    layer = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)).eval().requires_grad_(False)
+
+    def cached(x: torch.Tensor) -> torch.Tensor:
+        with torch.nn.utils.parametrize.cached():
+            return layer(x)
+
+    with pytest.raises(pcgsvc.TraceError, match=r"parametrize\.cached\(\).* Leave it out"):
+        compiled(cached, (rows(3),))
+    with compiled(layer, (rows(3),)) as runner:
+        layer.parametrizations.weight.original0.mul_(3)
+        torch.testing.assert_close(runner(rows(3)), layer(rows(3)))
 
 
 # ---- a model that fails by itself ----------------------------------------------------------------

@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -29,6 +30,7 @@ from prometheus_client import (
     generate_latest,
 )
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from starlette.exceptions import HTTPException
 
 import pcgsvc
 from pcgsvc.errors import BatchError, ConfigError
@@ -79,6 +81,12 @@ class Settings:
     def overrides(self, words: str) -> list[str]:
         """Return the overrides of a runner."""
         return [*shlex.split(words), *(["cache.require_warm=true"] if self.require_warm else [])]
+
+
+class Refusal(BaseModel):
+    """The body of every answer that is not what was asked for; an event of a stream, likewise."""
+
+    error: str
 
 
 class GenerateRequest(BaseModel):
@@ -177,11 +185,10 @@ class Service:
         """Continue a prompt: server-sent events, or one JSON object."""
         front = self.generate
         if front is None:
-            return JSONResponse({"error": "SERVICE_GENERATE is not set"}, 404)
+            return _refusal("SERVICE_GENERATE is not set", 404)
         if body.max_new_tokens > self.settings.max_new_tokens:
             got, most = body.max_new_tokens, self.settings.max_new_tokens
-            error = f"max_new_tokens: got {got}; at most {most} are possible"
-            return JSONResponse({"error": error}, 422)
+            return _refusal(f"max_new_tokens: got {got}; at most {most} are possible", 422)
         sampling = body.sampling(front.sampling)
         job = front.submit(body.prompt, body.max_new_tokens, sampling)
         self.tokens.labels("prompt").inc(len(job.continuation.prompt))
@@ -227,7 +234,7 @@ class Service:
     async def answer_embed(self, body: EmbedRequest) -> Response:
         """Return one vector per text."""
         if self.embed is None:
-            return JSONResponse({"error": "SERVICE_EMBED is not set"}, 404)
+            return _refusal("SERVICE_EMBED is not set", 404)
         return JSONResponse({"vectors": await self.embed.embed(body.texts, body.truncate)})
 
     def readiness(self) -> Response:
@@ -276,6 +283,10 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
+def _refusal(error: str, status: int, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(Refusal(error=error).model_dump(), status, headers)
+
+
 def _summary(job: Job) -> dict[str, Any]:
     return {"text": job.continuation.text, "finished": job.continuation.finished}
 
@@ -290,7 +301,7 @@ class _Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        got, most = 0, self._service.settings.max_body
+        got, most, started = 0, self._service.settings.max_body, False
         endpoint = scope["path"].strip("/")
         endpoint = endpoint if endpoint in ENDPOINTS else "other"
 
@@ -303,11 +314,18 @@ class _Edge:
             return message
 
         async def counted(message: Any) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 self._service.requests.labels(endpoint, message["status"]).inc()
             await send(message)
 
-        await self._app(scope, limited, counted)
+        try:
+            await self._app(scope, limited, counted)
+        except Exception:  # answered further out
+            if not started:
+                self._service.requests.labels(endpoint, 500).inc()
+            raise
 
 
 ENDPOINTS = ("generate", "embed", "readyz", "healthz", "metrics")
@@ -341,10 +359,26 @@ def app_of(service: Service) -> FastAPI:
         @app.exception_handler(kind)
         async def refuse(request: Request, error: Exception, status: int = status) -> Response:
             headers = {"Retry-After": "1"} if status == 429 else {}
-            return JSONResponse({"error": str(error)}, status, headers)
+            return _refusal(str(error), status, headers)
 
-    app.post("/generate")(service.answer_generate)
-    app.post("/embed")(service.answer_embed)
+    @app.exception_handler(HTTPException)
+    async def refuse_http(request: Request, error: HTTPException) -> Response:
+        return _refusal(str(error.detail), error.status_code, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_body(request: Request, error: RequestValidationError) -> Response:
+        found = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        return _refusal("; ".join(found), 422)
+
+    @app.exception_handler(Exception)
+    async def refuse_unforeseen(request: Request, error: Exception) -> Response:
+        return _refusal(f"{type(error).__name__}; the log has more", 500)
+
+    documented: dict[int | str, dict[str, Any]] = {
+        status: {"model": Refusal} for status in (404, 413, 422, 429, 500, 503)
+    }
+    app.post("/generate", responses=documented)(service.answer_generate)
+    app.post("/embed", responses=documented)(service.answer_embed)
     app.get("/readyz")(service.readiness)
     app.get("/healthz")(service.liveness)
 

@@ -100,5 +100,6 @@ def probe_program(request: Request, found: ProgramLookup, env: BuildEnvironment)
         misses=found.misses,
         warnings=warnings,
         memory=probed.memory,
+        untraced=piece.whole,
         ranks=env.ranks,
     )

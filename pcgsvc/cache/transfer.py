@@ -31,11 +31,13 @@ def push(store: Store, remote: Remote) -> Transfer:
     """Write all sound programs of a store, and their pieces, that the remote has not in order.
 
     Raises:
-        CacheError: the remote cannot be read or written.
+        CacheError: the store holds no program, or the remote cannot be read or written.
     """
-    done, seen = Transfer(), set[str]()
+    done, seen, programs = Transfer(), set[str](), store.ls()
+    if not programs:
+        raise CacheError("cache push: the store holds no program; run job=compile first.")
     with _failures("push", remote):
-        for info in store.ls():
+        for info in programs:
             try:
                 program = store.read(Kind.PROGRAM, info.key)
                 pieces = [store.read(Kind.PIECE, p) for p in program.pieces if p not in seen]
@@ -57,11 +59,17 @@ def pull(store: Store, remote: Remote) -> Transfer:
     """Store what the remote has and the store lacks, programs with their pieces.
 
     Raises:
-        CacheError: the remote cannot be read, the store cannot be written, or is too small.
+        CacheError: the remote cannot be read or has no entry, the store cannot be written, or is
+            too small.
     """
     done = Transfer()
     with _failures("pull", remote), store.no_eviction():
         sizes = remote.sizes()
+        if not sizes:
+            raise CacheError(
+                f"cache pull: there is no entry at {remote.url}. cache.remote names another place, "
+                "or nothing has been published there yet (cache.action=push)."
+            )
         num_bytes = sum(sizes.values())
         if num_bytes > store.max_bytes:
             raise CacheError(

@@ -181,6 +181,16 @@ def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
             f" Or it computes with the memory layout of {inner}, whose strides depend on the row "
             "count as the example is laid out: pass it contiguous, with the rows outermost."
         )
+    below = [
+        s.name
+        for s in memory.inputs
+        if not s.example.dtype.is_floating_point and s.example.numel() and s.example.min() < 0
+    ]
+    if below:
+        text += (
+            f" Or it indexes rows by {below}, in which -1 is the last row of padding: with "
+            "k % pcgsvc.true_rows(x).sum() it is the last true one."
+        )
     attention = memory.attention
     if row["mode"] == Mode.FULL.value and attention is not None:
         text += (

@@ -31,10 +31,14 @@ from pcgsvc.forward.results import tensors_in
 from pcgsvc.forward.state import Attributes, same_bits, state_kept
 from pcgsvc.ops.breaks import handle_breaks
 from pcgsvc.ops.context import use_context
-from pcgsvc.trace.sources import line_that_sets
+from pcgsvc.trace.sources import line_that_sets, made_permanent
 
 _SAVED_BYTES = 64 * 2**20
 """Largest argument whose content is compared."""
+
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+"""Ops that count negative numbers from the last row; others refuse them."""
+_NUMBERS = (torch.int32, torch.int64)
 
 _COPIED = "a tensor of the device is copied to the host, which waits for it"
 
@@ -43,11 +47,13 @@ class Hazard(NamedTuple):
     """Something that a plain run does and a replay would not."""
 
     kind: str
-    """`host read`, `random numbers`, `attribute write` or `print`."""
+    """`host read`, `random numbers`, `row index`, `attribute write` or `print`."""
     what: str
     """Op, attribute or text, and why it is a hazard."""
     line: str
     """`file:line in function` of the user's code; empty where it is not known."""
+    way_out: str = ""
+    """What to do, where there is more to say than of any hazard of its kind."""
 
 
 class Undeclared(NamedTuple):
@@ -91,7 +97,8 @@ def observe(request: Request) -> Observation:
     ):
         samples = make_samples(request, memory)
         inputs, batch = samples.inputs(rows), samples.batch(rows, uniform=False)
-        ops = _Ops(seen, {torch_private.storage_id(t) for t in tensors.values()}, request.device)
+        models = {torch_private.storage_id(t) for t in tensors.values()}
+        ops = _Ops(seen, models, request.device, rows)
         out = contextlib.redirect_stdout(_Out(ops))
         context = use_context(memory.unpadded_context(batch))
         try:
@@ -100,7 +107,8 @@ def observe(request: Request) -> Observation:
         finally:
             changed = attributes.restore()
     for name in changed:
-        seen.hazards[Hazard("attribute write", name, line_that_sets(module, name) or "")] = None
+        line, way_out = line_that_sets(module, name) or "", made_permanent(module, [name])
+        seen.hazards[Hazard("attribute write", name, line, way_out)] = None
     return seen
 
 
@@ -113,11 +121,20 @@ def undeclared_in(run: Callable[[], object], device: torch.device) -> list[Undec
 
 
 class _Ops(torch_private.RecordingMode):
-    """Notes host reads and random numbers, and compares ops that are not torch's with schemas."""
+    """Notes what ops of torch do that replays do not, and compares other ops with their schemas.
 
-    def __init__(self, seen: Observation, models: set[int], device: torch.device) -> None:
+    Args:
+        seen: where it is noted.
+        models: storages of the model's own tensors.
+        device: what runs.
+        rows: of the inputs; 0: indices of rows are not noted.
+    """
+
+    def __init__(
+        self, seen: Observation, models: set[int], device: torch.device, rows: int = 0
+    ) -> None:
         super().__init__()
-        self._seen, self._models, self._device = seen, models, device
+        self._seen, self._models, self._device, self._rows = seen, models, device, rows
         self._inside = False
         """Whether a splitting op or a break runs."""
 
@@ -162,7 +179,17 @@ class _Ops(torch_private.RecordingMode):
             why = _COPIED if source.device.type != "cpu" else None
         if why is not None:
             self.note("host read", f"{name}: {why}")
+        if self._indexes_rows(name, args):
+            self.note("row index", f"{name}: in a padded call, -1 is the last row of padding")
         return result
+
+    def _indexes_rows(self, name: str, args: Any) -> bool:
+        """Whether rows are picked by numbers, as in `h[k]`, which may be negative."""
+        if name not in _INDEXING:
+            return False
+        pairs = zip(args[0].shape, args[1], strict=False)
+        picks = any(n == self._rows and k is not None and k.dtype in _NUMBERS for n, k in pairs)
+        return picks and torch_private.storage_id(args[0]) not in self._models
 
     def _compared(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call an op, and note the writes and aliases that its schema does not declare."""

@@ -7,8 +7,9 @@ were. Knows nothing of how entries were captured.
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,9 +29,10 @@ from pcgsvc.check.tolerance import (
 )
 from pcgsvc.check.trial import Trial
 from pcgsvc.config import Compiler, Mode
-from pcgsvc.errors import VerifyError
+from pcgsvc.errors import ForwardError, PcgError, VerifyError
 from pcgsvc.events import Phases
 from pcgsvc.forward.batch import CheckedBatch
+from pcgsvc.forward.plain import place_of, words_of
 from pcgsvc.forward.request import Request, make_samples
 from pcgsvc.forward.samples import Padding, padded
 from pcgsvc.forward.specs import SizePredicate
@@ -81,9 +83,14 @@ def verify(
         request: gives inputs and batches that capture has not seen, drawn from `seed`.
         plan: what was captured, and from which config.
         phases: `verify` is timed; one unit per entry.
+
+    Raises:
+        ForwardError: the forward fails with inputs that were drawn for it.
+        VerifyError: the module returns another kind of result than the program.
     """
     samples = make_samples(request, memory, seed=plan.config.seed + 1)
-    with torch.no_grad(), phases.phase("verify", len(table.entries)):
+    timed = phases.phase("verify", len(table.entries))
+    with _failures_named(request), torch.no_grad(), timed:
         trial = Trial.of(model, memory, request)
         if _differs_at_one_row(trial):
             model = model.requiring("s > 1", "differs from the module at one row")
@@ -101,6 +108,22 @@ def verify(
         trial = replace(trial, model=model)
         wrong = model.ranks.first(refusal(rows, plan, memory, trial))
     return Verified(model, table, rows, wrong)
+
+
+@contextlib.contextmanager
+def _failures_named(request: Request) -> Iterator[None]:
+    """Say of an exception from a line of the user's that inputs which were drawn led to it."""
+    try:
+        yield
+    except (PcgError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not (place := place_of(error)):
+            raise
+        source = request.bundle.samples_from or ""
+        raise ForwardError(
+            f"the forward fails in the self-check: {words_of(error)}{place}. {source}"
+        ) from error
 
 
 def verify_padding(
@@ -223,18 +246,18 @@ class _Check(Trial):
         """
         size, specs, outputs = key[1].num_tokens, self.memory.inputs, self.model.outputs
         batch = self.samples.batch(true, uniform=key[1].uniform)
-        inputs = self.samples.inputs(size)
-        replays = [self.replay(key, padded(specs, inputs, true, kind), batch) for kind in kinds]
+        alone, whole = self.samples.inputs(true), self.samples.inputs(size)
+        given = [padded(specs, alone, whole, kind) for kind in kinds]
+        replays = [self.replay(key, inputs, batch) for inputs in given]
         first = replays[0]
         choices, near, error = first.choices, near_ties(first.results), 0.0
         if compare_padded:
             with preserved(self.state), following(choices, near):
-                same = self.module(padded(specs, inputs, true, kinds[0]), batch, size, key)
+                same = self.module(given[0], batch, size, key)
                 state_error = error_of(list(first.state.values()), list(self.state.values()))
             cut = outputs.cut(first.results, true), outputs.cut(same, true)
             error = max(error_of(*cut), state_error)
 
-        alone = {s.name: s.laid_out(s.cut(inputs[s.name], true)) for s in specs}
         states: list[dict[str, torch.Tensor]] = []
 
         def run_alone() -> list[torch.Tensor]:

@@ -330,8 +330,9 @@ def checked(make_inputs: MakeInputs, specs: Sequence[InputSpec]) -> MakeInputs:
 def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
     """Return a source of inputs like the examples: normal floats, integers drawn from theirs.
 
-    Integers that ascend, such as offsets or sorted indices, still do, from the same first one; of
-    masks whole rows are drawn.
+    Integers that ascend, such as offsets or sorted indices, still do, from the same first one.
+    Those that may be indices of the examples' rows are so of fewer rows. Of masks whole rows are
+    drawn.
 
     Raises:
         ConfigError: an example of integers is empty, so that there is nothing to draw from.
@@ -343,6 +344,8 @@ def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
                 "drawn from it; give an example with valid values."
             )
 
+    of_rows = next((s.example.shape[s.dims[0]] for s in specs if s.dims), 0)
+
     def make(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         made = {}
         for spec in specs:
@@ -352,7 +355,7 @@ def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
             elif spec.example.is_floating_point():
                 made[spec.name] = torch.randn(shape, generator=generator).to(spec.example.dtype)
             else:
-                values = spec.example.flatten().cpu()
+                values = _integers(spec.example, of_rows, rows)
                 count = torch.Size(shape).numel()
                 pick = torch.randint(len(values), (count,), generator=generator)
                 drawn = values[pick]
@@ -363,6 +366,15 @@ def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
         return made
 
     return make
+
+
+def _integers(example: torch.Tensor, of_rows: int, rows: int) -> torch.Tensor:
+    """Return the values to draw from: if all may be indices of rows, those that are of `rows`."""
+    values = example.flatten().cpu()
+    if rows < of_rows and bool(((values >= -of_rows) & (values < of_rows)).all()):
+        fewer = values[(values >= -rows) & (values < rows)]
+        return fewer if len(fewer) else values
+    return values
 
 
 def _rows_of(spec: InputSpec, rows: int, generator: torch.Generator) -> torch.Tensor:

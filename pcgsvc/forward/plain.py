@@ -18,7 +18,7 @@ from pcgsvc.errors import ConfigError, ForwardError
 from pcgsvc.forward.batch import StepBuffers, check_batch
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.process import build_modes
-from pcgsvc.forward.results import flatten
+from pcgsvc.forward.results import flatten, kind_of
 from pcgsvc.forward.state import state_kept
 from pcgsvc.ops.context import use_context
 
@@ -111,7 +111,11 @@ def _unlike(result: Any, twin: Any, rows: tuple[int, int]) -> str:
     (leaves, tree), (twins, other_tree) = flatten(result), flatten(twin)
     if tree != other_tree or len(leaves) != len(twins):
         return "the results are nested in two ways"
-    pairs = [(a, b) for a, b in zip(leaves, twins, strict=True) if isinstance(a, torch.Tensor)]
+    both = list(zip(leaves, twins, strict=True))
+    for at, (a, b) in enumerate(both):
+        if isinstance(a, torch.Tensor) is not isinstance(b, torch.Tensor):
+            return f"result leaf {at} is {kind_of(a, 'a tensor')} and {kind_of(b, 'a tensor')}"
+    pairs = [(a, b) for a, b in both if isinstance(a, torch.Tensor)]
     shapes = [(list(a.shape), list(b.shape)) for a, b in pairs]
     sizes = [p for a, b in shapes for p in zip(a, b, strict=False) if p[0] != p[1]]
     if any(len(a) != len(b) for a, b in shapes) or any(pair != rows for pair in sizes) or not sizes:

@@ -84,6 +84,10 @@ class ResultTree:
         except (NotImplementedError, ValueError, TypeError, CompileError):
             return None
 
+    def __str__(self) -> str:
+        text = " ".join(str(self.spec).split())
+        return text if len(text) <= 200 else f"{text[:197]}..."
+
     def _to_json(self) -> dict[str, Any]:
         return {
             "spec": pytree.treespec_dumps(self.spec),
@@ -114,6 +118,32 @@ def flatten(result: Any) -> tuple[list[Any], ResultTree]:
 def tensors_in(result: Any) -> list[torch.Tensor]:
     """Return the tensors of a result, in the order of its leaves."""
     return [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def kind_of(leaf: Any, tensor: str) -> str:
+    """Say what a leaf is: `tensor` where it is one, else its value, or its class."""
+    if isinstance(leaf, torch.Tensor):
+        return tensor
+    plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str))
+    return repr(leaf) if plain else f"a {type(leaf).__name__}"
+
+
+def refused_leaf(at: int, leaf: Any) -> str:
+    """Return why a leaf that is neither a tensor nor None, a bool or a string is no result."""
+    kind = type(leaf).__name__
+    kind = {"SymInt": "int", "SymBool": "bool"}.get(kind, kind)  # of the row count, in a trace
+    text = (
+        f"result leaf {at}: got {kind}{' that depends on the row count' * (kind == 'bool')}; a "
+        "forward may return tensors, None, bools and strings. A number would be frozen at the "
+        "value of one row count. Compute it outside, or return a tensor: "
+        "pcgsvc.true_rows(x).sum() is the row count of the call, torch.full((), 2.0) a constant."
+    )
+    if dataclasses.is_dataclass(leaf):
+        text += (
+            " A dataclass may hold its fields and nothing else; or register it with "
+            "torch.export.register_dataclass."
+        )
+    return text
 
 
 def _fields_of(value: Any) -> tuple[str, ...] | None:

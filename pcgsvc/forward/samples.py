@@ -14,7 +14,7 @@ import torch
 from pcgsvc.errors import BatchError
 from pcgsvc.forward.arguments import MakeInputs
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
-from pcgsvc.forward.specs import InputSpec
+from pcgsvc.forward.specs import InputSpec, cut_rows
 from pcgsvc.forward.workspace import Workspace
 
 
@@ -91,13 +91,25 @@ class Padding(enum.Enum):
 
 
 def padded(
-    specs: Sequence[InputSpec], inputs: Mapping[str, torch.Tensor], first_row: int, kind: Padding
+    specs: Sequence[InputSpec],
+    true: Mapping[str, torch.Tensor],
+    whole: Mapping[str, torch.Tensor],
+    kind: Padding,
 ) -> dict[str, torch.Tensor]:
-    """Return copies of inputs with the rows from `first_row` on overwritten."""
-    copies = {name: tensor.clone() for name, tensor in inputs.items()}
+    """Return inputs with padding rows behind the true ones.
+
+    Args:
+        specs: the inputs; which of their dimensions carry the rows.
+        true: inputs of the true rows alone, whose integers may be indices of them.
+        whole: valid inputs of all rows; their integers are the valid ones of `kind`.
+        kind: what stands in the padding rows.
+    """
+    copies = {}
     for spec in specs:
-        tensor = copies[spec.name]
-        for dim in spec.dims:
+        copies[spec.name] = tensor = whole[spec.name].clone()
+        counts = [true[spec.name].shape[dim] for dim in spec.dims]
+        cut_rows(tensor, spec.dims, counts[0] if counts else 0).copy_(true[spec.name])
+        for dim, first_row in zip(spec.dims, counts, strict=True):
             _fill(tensor, dim, first_row, kind)
     return copies
 

@@ -214,11 +214,6 @@ def _pull(config: Config, store: Store) -> Iterator[str]:
     done = transfer.pull(store, _remote(config))
     written = words.count(done.num_copied, "entry", "entries")
     yield f"{written} written, {done.num_present} already stored"
-    if not (done.num_copied or done.num_present or done.refused):
-        yield (
-            f"cache.remote: there is no entry at '{config.cache.remote}'; nothing has been "
-            "published there, or it is another place"
-        )
     yield from _left_out("pull", done)
 
 

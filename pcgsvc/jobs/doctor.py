@@ -255,9 +255,10 @@ def _model(config: Config, device: torch.device, progress: Progress) -> Iterator
     traced = _traced(config, progress)
     yield traced
     yield from _ops(seen, config)
-    for kind, what, line in seen.hazards:
+    for kind, what, line, way_out in seen.hazards:
         state = FAIL if _is_fatal(kind, config, refused=traced.state == FAIL) else WARN
-        yield Finding(kind, state, f"{what}, at {line}" if line else what, _ADVICE[kind])
+        advice = way_out or _ADVICE[kind]
+        yield Finding(kind, state, f"{what}, at {line}" if line else what, advice)
 
 
 def _traced(config: Config, progress: Progress) -> Finding:
@@ -296,6 +297,7 @@ _DECLARE = "declare it (mutates_args, or Tensor(a!)), or use a copy"
 _ADVICE = {
     "host read": "compute it with tensors, or in a splitting op, which runs outside the graphs",
     "random numbers": "switch that off (module.eval(), p=0), or pass the numbers as an input",
+    "row index": "if it can be negative, use k % pcgsvc.true_rows(x).sum() in its place",
     "attribute write": "write into a registered buffer in place, or return the value",
     "print": "take it out: it happens when the forward is traced or captured, and never again",
 }
@@ -303,6 +305,8 @@ _ADVICE = {
 
 def _is_fatal(kind: str, config: Config, *, refused: bool) -> bool:
     """Whether a hazard keeps the job from working; `refused`: the model cannot be traced."""
+    if kind == "row index":  # of numbers that are not negative nothing is wrong
+        return False
     if kind == "random numbers":  # no two runs are alike, which `job=run` refuses
         return True
     if config.partition.strategy is Strategy.BREAKABLE:

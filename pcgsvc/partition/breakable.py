@@ -14,7 +14,7 @@ import torch
 
 from pcgsvc.config import Config
 from pcgsvc.errors import TraceError
-from pcgsvc.forward.results import flatten, tensors_in
+from pcgsvc.forward.results import flatten, refused_leaf, tensors_in
 from pcgsvc.forward.specs import Binding, SizePredicate, TensorSpec
 from pcgsvc.forward.state import can_be_put_back
 from pcgsvc.forward.workspace import Workspace
@@ -50,11 +50,14 @@ class ModulePiece(CompiledPiece):
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the module; its tensor results that are no inputs, in tree order."""
-        given_names = dict(zip(self._names, args, strict=True))
-        with in_place(self._module, self.forwards):
-            result = self._module(**given_names, **self._constants)
+        result = self.whole(dict(zip(self._names, args, strict=True)))
         given = {id(a) for a in args}
         return [t for t in tensors_in(result) if id(t) not in given]
+
+    def whole(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """Run the module; its whole result."""
+        with in_place(self._module, self.forwards):
+            return self._module(**inputs, **self._constants)
 
     def num_kernels(self) -> int:
         """See `CompiledPiece.num_kernels`."""
@@ -93,10 +96,7 @@ def image_of_forward(probe: ForwardProbe, memory: Workspace) -> ProgramImage:
         elif leaf is None or isinstance(leaf, (bool, str)):
             constants[at] = leaf
         else:
-            raise TraceError(
-                f"result leaf {at}: got {type(leaf).__name__}; a forward may return tensors, "
-                "None, bools and strings."
-            )
+            raise TraceError(refused_leaf(at, leaf))
     pieces = tuple(_pieces(one.events))
     names = [spec.name for spec in memory.inputs]
     bindings = tuple(Binding(kind="input", name=name, spec=None) for name in names)

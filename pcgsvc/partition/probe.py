@@ -22,7 +22,7 @@ from pcgsvc import torch_private
 from pcgsvc.errors import CaptureError, SplitError, TraceError
 from pcgsvc.forward.objects import tensors_held, tensors_of
 from pcgsvc.forward.plain import line_of
-from pcgsvc.forward.results import ResultTree, flatten
+from pcgsvc.forward.results import flatten, kind_of
 from pcgsvc.forward.samples import Samples
 from pcgsvc.forward.state import Attributes, Writes
 from pcgsvc.forward.workspace import Workspace
@@ -31,7 +31,7 @@ from pcgsvc.ops.collectives import COLLECTIVES, FOREIGN
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.submodules import Calls, watched
 from pcgsvc.program.program import Boundaries
-from pcgsvc.trace.sources import line_that_sets
+from pcgsvc.trace.sources import line_that_sets, made_permanent
 
 
 @dataclass(kw_only=True)
@@ -120,10 +120,12 @@ class Forward:
 def _refuse_side_effects(module: Callable[..., Any], changed: Mapping[str, Any]) -> None:
     if changed:
         lines = [f" at {line}" for name in changed if (line := line_that_sets(module, name))]
+        way = made_permanent(module, changed) or (
+            "write into a registered buffer in place, or do it in a @pcgsvc.eager_break"
+        )
         raise CaptureError(
             f"the forward sets {sorted(changed)}{', '.join(lines)}: a Python side effect, which "
-            "would happen once, at capture, and never again. Write into a registered buffer in "
-            "place, or do it in a @pcgsvc.eager_break."
+            f"would happen once, at capture, and never again. Way out: {way}."
         )
 
 
@@ -273,7 +275,7 @@ def _refuse_other_result(one: ForwardRun, other: ForwardRun) -> None:
     (leaves, tree), (twins, other_tree) = flatten(one.result), flatten(other.result)
     found = ""
     if tree != other_tree or len(leaves) != len(twins):
-        found = f"the result is nested as {_form(tree)} and {_form(other_tree)}"
+        found = f"the result is nested as {tree} and {other_tree}"
     for at, (leaf, twin) in enumerate(zip(leaves, twins, strict=False)):
         kinds = [_kind(value, run.views) for value, run in ((leaf, one), (twin, other))]
         if not found and kinds[0] != kinds[1]:
@@ -286,15 +288,9 @@ def _refuse_other_result(one: ForwardRun, other: ForwardRun) -> None:
         )
 
 
-def _form(tree: ResultTree) -> str:
-    text = " ".join(str(tree.spec).split())
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
 def _kind(leaf: Any, views: Mapping[str, torch.Tensor]) -> str:
     """Say what of a leaf must not depend on the row count."""
     if not isinstance(leaf, torch.Tensor):
-        plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str))
-        return repr(leaf) if plain else f"a {type(leaf).__name__}"
+        return kind_of(leaf, "")
     given = [f"the input {name!r}" for name, view in views.items() if view is leaf]
     return given[0] if given else f"a {leaf.dtype} tensor of {leaf.dim()} dimensions"

@@ -17,7 +17,7 @@ from pcgsvc.errors import TraceError, VerifyError
 from pcgsvc.forward.arguments import Arguments
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.request import Request, make_workspace
-from pcgsvc.forward.results import ResultTree, tensors_in
+from pcgsvc.forward.results import ResultTree, flatten, kind_of, tensors_in
 from pcgsvc.forward.specs import SizePredicate, TensorSpec, cut_rows
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.ops.ranks import Ranks
@@ -41,6 +41,16 @@ class OutputPlan:
     """How the leaves are nested."""
     specs: list[TensorSpec]
     """Per graph result."""
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """What each leaf is, as `kind_of` says it."""
+        tensors = ("a tensor" if kind == "graph" else "an input" for kind, _ in self.leaves)
+        count = len(self.leaves) + len(self.constants)
+        return [
+            kind_of(self.constants[at], "") if at in self.constants else next(tensors)
+            for at in range(count)
+        ]
 
     @cached_property
     def is_one_tensor(self) -> bool:
@@ -86,6 +96,8 @@ class CompiledModel:
     """What was asked for and is not done."""
     memory: Workspace | None = None
     """Set where the forward had to be run to learn what it does."""
+    untraced: Callable[[Mapping[str, torch.Tensor]], Any] | None = None
+    """Set where the module is the program: runs it, its parts compiled, for its whole result."""
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that run it together."""
     depends_on: frozenset[str] = frozenset()
@@ -129,19 +141,36 @@ class CompiledModel:
         return replace(self, image=replace(self.image, predicate=predicate))
 
     def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Call the module under the current context; results in the order of the graph's."""
-        return self.results_of(self.module(**inputs, **self.arguments.constants))
+        """Call the module under the current context; results in the order of the graph's.
+
+        Raises:
+            VerifyError: the result differs from the program's in what no graph computes: how it is
+                nested, which of its leaves are inputs, and those that are no tensors.
+        """
+        result = self.module(**inputs, **self.arguments.constants)
+        leaves, tree = flatten(result)
+        given = {id(tensor) for tensor in inputs.values()}
+        kinds = [kind_of(leaf, "an input" if id(leaf) in given else "a tensor") for leaf in leaves]
+        pairs = list(zip(kinds, self.outputs.kinds, strict=False))
+        same = ("an input", "a tensor")  # `x.contiguous()` may be `x`
+        other = [at for at, (got, due) in enumerate(pairs) if got != due and (got, due) != same]
+        if tree != self.outputs.tree:
+            got, due = f"a result nested as {tree}", f"one nested as {self.outputs.tree}"
+        elif other:
+            got, due = (f"{kind} as leaf {other[0]}" for kind in pairs[other[0]])
+        else:
+            return self.results_of(result)
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+        raise VerifyError(
+            f"plain execution returns {got} for {shapes}, the program {due}: what the forward "
+            "returns is decided by host state (a flag, a mode) or by its row count. Return what "
+            "depends on these as a tensor, or compute it outside."
+        )
 
     def results_of(self, result: Any) -> list[torch.Tensor]:
-        """Return the tensors of a forward's result that a graph gives, in the graph's order."""
-        leaves = tensors_in(result)
-        if len(leaves) != len(self.outputs.leaves):
-            raise VerifyError(
-                f"plain execution returns {len(leaves)} tensors, the traced forward "
-                f"{len(self.outputs.leaves)}: it looks at host state (a flag, a mode)."
-            )
+        """Return the tensors of a result that a graph gives, in the graph's order."""
         flat: dict[int, torch.Tensor] = {}
-        for (kind, index), leaf in zip(self.outputs.leaves, leaves, strict=True):
+        for (kind, index), leaf in zip(self.outputs.leaves, tensors_in(result), strict=True):
             if kind == "graph":
                 flat[index] = leaf
         return [flat[i] for i in range(len(flat))]

@@ -36,7 +36,7 @@ from pcgsvc.program.program import Direct
 from pcgsvc.serve.counts import CallCounts
 from pcgsvc.serve.dispatch import DispatchTable, unlike_traced
 from pcgsvc.serve.inputs import InputBinder
-from pcgsvc.serve.replay import Replay, Route, clone_all, input_views, poison_others
+from pcgsvc.serve.replay import Replay, Route, clone_all, cloned, input_views, poison_others
 from pcgsvc.serve.streams import CallOrder
 from pcgsvc.serve.weights import LoadedState, Weights
 
@@ -80,7 +80,7 @@ class Calls:
         """By row count, and whether the batch is uniform."""
         self._replays: dict[EntryKey, Replay] = {}
         self._inputs = InputBinder(model.arguments, memory)
-        clone = config.outputs is Outputs.CLONE
+        self._clones = clone = config.outputs is Outputs.CLONE
         every = list(range(len(model.outputs.specs)))
         self._cloned = every if clone else input_views(table, memory)
         """The graph results that a call clones."""
@@ -267,10 +267,14 @@ class Calls:
                 context = self.context(batch, route) if self.model.reads_metadata else None
                 self.replay(route, context, route.replay.steps)
                 results = self._clone(route.results)
-        elif unlike is None and self.dispatch.is_valid(batch.num_tokens):
-            results = self._clone(self._run_uncaptured(values, batch))
+        elif unlike is not None or not self.dispatch.is_valid(batch.num_tokens):
+            module, constants = self.model.module, self.model.arguments.constants
+            return self._run_itself(values, batch, lambda inputs: module(**inputs, **constants))
+        elif self.model.untraced is not None:
+            result = self._run_itself(values, batch, self.model.untraced)
+            return cloned(result, values) if self._clones else result
         else:
-            return self._run_itself(values, batch)
+            results = self._clone(self._run_uncaptured(values, batch))
         return self.model.outputs.build(results, values)
 
     def _run_with_copies(
@@ -336,13 +340,18 @@ class Calls:
             program = self.model.program.for_size(rows)
             return program.run(memory.values(inputs, rows), Direct())
 
-    def _run_itself(self, values: Sequence[torch.Tensor], batch: CheckedBatch) -> Any:
-        """Return what the module itself gives, for a call that the program is not valid for.
+    def _run_itself(
+        self,
+        values: Sequence[torch.Tensor],
+        batch: CheckedBatch,
+        module: Callable[[Mapping[str, torch.Tensor]], Any],
+    ) -> Any:
+        """Return what the module itself gives, where no trace is valid or there is none.
 
-        Nothing of the trace may be put around it: its result may have another structure.
+        Nothing of the program may be put around it: its result may have another structure.
         """
         pairs = zip(self.memory.inputs, values, strict=True)
         moved = {s.name: v.to(self.memory.device) for s, v in pairs}
         self.counts.rows += batch.num_tokens
         with use_context(self.memory.unpadded_context(batch)):
-            return self.model.module(**moved, **self.model.arguments.constants)
+            return module(moved)

@@ -7,6 +7,7 @@ a row count are. Knows nothing of batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import EntryKey
 from pcgsvc.capture.session import Entry
 from pcgsvc.config import Mode
+from pcgsvc.forward.results import flatten
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.program.model import CompiledModel
 
@@ -97,3 +99,13 @@ def clone_all(results: list[torch.Tensor], indices: Sequence[int]) -> None:
         new = [tensor.clone() for tensor in old]
     for at, tensor in zip(indices, new, strict=True):
         results[at] = tensor
+
+
+def cloned(result: Any, given: Sequence[torch.Tensor]) -> Any:
+    """Return a forward's result with clones of its tensors, but for those that it was given."""
+    leaves, tree = flatten(result)
+    kept = set(map(id, given))
+    return tree.build(
+        leaf.clone() if isinstance(leaf, torch.Tensor) and id(leaf) not in kept else leaf
+        for leaf in leaves
+    )

@@ -56,7 +56,8 @@ class DynamoCapture:
             raise RuntimeError(self.refusal)
         if any(map(torch_private.is_dtensor, inputs)):
             self.graph, self.graph_inputs = torch_private.lowered_dtensors(graph, inputs)
-        sentinels = tuple(torch.empty(0) for _ in outputs)
+        # Of one element: Dynamo's bytecode calls .item() on a result that stands for a float.
+        sentinels = tuple(torch.zeros(()) for _ in outputs)
         self.sentinels = list(sentinels)
         return lambda *args: sentinels  # Dynamo keeps it: it must not hold `self`
 
@@ -75,6 +76,12 @@ def _refusal(outputs: Sequence[Any]) -> str | None:
         return view_refusal(view.group(2), int(view.group(1)) + 1)
     if not outside:
         return None
+    if any(s.endswith("parametrize']._cache") for s in outside):
+        return (
+            "the forward uses torch.nn.utils.parametrize.cached(), which keeps values from call to "
+            "call: a Python side effect, which would happen once, at tracing. Leave it out; a "
+            "graph computes the parametrized tensors at each call."
+        )
     lines = ", ".join(dict.fromkeys(user_line(n) for n in outputs))
     return (
         f"the forward changes {', '.join(outside)} (its results, and what it stores, are made at "

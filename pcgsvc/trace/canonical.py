@@ -5,7 +5,6 @@ In: a `DynamoCapture`. Out: the canonical graph.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import re
 from collections import Counter
@@ -19,14 +18,14 @@ from torch.utils import _pytree as pytree
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
 from pcgsvc.forward.objects import tensors_of
-from pcgsvc.forward.results import flatten
+from pcgsvc.forward.results import flatten, refused_leaf
 from pcgsvc.forward.specs import Binding, InputSpec, SizePredicate, TensorSpec
 from pcgsvc.ops.breaks import WAYS_OUT
 from pcgsvc.trace.backend import DynamoCapture, refuse_unsupported, view_refusal
 from pcgsvc.trace.collectives import unite_collectives
 from pcgsvc.trace.graph import TracedGraph
 from pcgsvc.trace.nodes import mutated_args, name_once, op_names, user_line
-from pcgsvc.trace.sources import line_that_sets
+from pcgsvc.trace.sources import line_that_sets, made_permanent
 
 _VIEW_OPS = {"aten::numpy_T": "T", "aten::mT": "mT", "aten::matrix_H": "H", "aten::mH": "mH"}
 """What torch 2.14 puts into the graph for attributes that are views; see `backend`."""
@@ -314,17 +313,8 @@ class Canonical:
                     "results are copies or memory of its graphs. Return a copy: .clone()."
                 )
             else:
-                way = (
-                    " A dataclass may hold its fields and nothing else; or register it with "
-                    "torch.export.register_dataclass."
-                )
-                raise TraceError(
-                    f"result leaf {at}: got {type(leaf).__name__}; a forward may return tensors "
-                    "that it computed or was given, None, bools and strings. A number would be "
-                    "frozen at its traced value: return it as a tensor, or compute it outside."
-                    + way
-                    * dataclasses.is_dataclass(leaf)
-                )
+                stands_for = leaf if node is None else _example(node)
+                raise TraceError(refused_leaf(at, stands_for))
         self._refuse_side_effects(made, [n for n in made.values() if n not in kept])
         return outputs, constants, tuple(kept)
 
@@ -335,13 +325,16 @@ class Canonical:
         for name, value in self.changed.items():
             node = made.get(id(value))
             if node is None or self.tensors.get(name) is None or self._root(node) != name:
-                place = None if node is None else user_line(node)
+                place = user_line(node) if node is not None and node.stack_trace else None
                 place = place or line_that_sets(self.module, name)
                 line = f" at {place}" if place is not None else ""
+                way = made_permanent(self.module, self.changed) or (
+                    "write into a registered buffer in place (self.buffer.copy_(…)), or return "
+                    "the value"
+                )
                 raise TraceError(
                     f"the forward sets {name!r}{line}: a Python side effect, which would happen "
-                    "once, at tracing, and never again. Write into a registered buffer in place "
-                    "(self.buffer.copy_(…)), or return the value."
+                    f"once, at tracing, and never again. Way out: {way}."
                 )
             unclaimed = [n for n in unclaimed if n is not node]
         for node in unclaimed:

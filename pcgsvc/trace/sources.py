@@ -1,6 +1,7 @@
-"""Which line of a user's class sets an attribute; for messages where a trace does not know.
+"""What sets an attribute in a forward: a line of a user's class, or a hook of torch's.
 
-In: a module and a dotted attribute name. Out: `file:line in function`, read from the source text.
+In: a module and a dotted attribute name. Out: `file:line in function`, read from the source text;
+or the call that ends it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +34,36 @@ def line_that_sets(module: Callable[..., Any], name: str) -> str | None:
         owner = inner
     lines = (line for cls in own_bases(type(owner)) for line in _lines(cls, attribute))
     return next(lines, None)
+
+
+_MADE_PERMANENT = {
+    "torch.nn.utils.prune": "torch.nn.utils.prune.remove",
+    "torch.nn.utils.spectral_norm": "torch.nn.utils.remove_spectral_norm",
+    "torch.nn.utils.weight_norm": "torch.nn.utils.remove_weight_norm",
+}
+"""Modules of torch's whose hooks set an attribute before each forward, and what ends that."""
+
+
+def made_permanent(module: Callable[..., Any], names: Iterable[str]) -> str:
+    """Say how attributes that hooks of torch's set anew at each call are fixed at their values.
+
+    Empty if none of `names` (dotted) is such an attribute.
+    """
+    calls = [call for name in names if (call := _permanent(module, name)) is not None]
+    if not calls:
+        return ""
+    more = f" (and so for {len(calls) - 1} more)" if len(calls) > 1 else ""
+    return f"a hook of torch's sets it anew; fix its value before the build: {calls[0]}{more}"
+
+
+def _permanent(module: Callable[..., Any], name: str) -> str | None:
+    path, _, attribute = name.rpartition(".")
+    owners = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {}
+    hooks = owners[path]._forward_pre_hooks.values() if path in owners else ()
+    made_in = [cls.__module__ for hook in hooks for cls in type(hook).__mro__]
+    function = next((_MADE_PERMANENT[m] for m in made_in if m in _MADE_PERMANENT), None)
+    owner = f"model.get_submodule({path!r})" if path else "model"
+    return None if function is None else f"{function}({owner}, {attribute!r})"
 
 
 def _lines(cls: type, attribute: str) -> Iterator[str]:
