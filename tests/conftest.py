@@ -5,11 +5,9 @@ Imports nothing of pcgsvc and no torch: a run that selects no GPU test does not 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -164,23 +162,6 @@ def clean_env(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(compiler_cache / "triton"))
     monkeypatch.setenv("MPLCONFIGDIR", str(compiler_cache / "matplotlib"))  # its list of fonts
     return root / "pcgsvc"
-
-
-MODULES = pytest.StashKey[int]()
-
-
-@pytest.fixture(autouse=True)
-def cheap_collections(pytestconfig: pytest.Config) -> None:
-    """Keep what imports left out of garbage collections.
-
-    A build begins with one, which takes 0.2 s where torch's compilers are imported: half of a cold
-    start of a toy, and most of a warm one.
-    """
-    frozen = pytestconfig.stash.get(MODULES, 0)
-    if len(sys.modules) > frozen + 100:
-        gc.collect()
-        gc.freeze()
-        pytestconfig.stash[MODULES] = len(sys.modules)
 
 
 @pytest.fixture
