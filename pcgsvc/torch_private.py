@@ -287,6 +287,17 @@ def through_torch(source: str) -> bool:
     return f"G['_{id(torch)}_c" in source
 
 
+def setting_source(source: str, value: Any) -> str | None:
+    """Return where a setting of torch is read, if a guard's value is its entry in a config module.
+
+    Dynamo of 2.15 enters the module and guards how the entry comes to its value, of which more than
+    one way leads to the same: Inductor sets, in passing, what was the default.
+    """
+    named = re.fullmatch(r"(.+)\._config\['([\w.]+)'\]", source)
+    is_entry = isinstance(value, torch.utils._config_module._ConfigEntry)
+    return f"{named[1]}.{named[2]}" if named and is_entry else None
+
+
 def op_schemas(packet: Any) -> list[str]:
     """Return the schemas of all overloads of a packet."""
     return [str(getattr(packet, name)._schema) for name in packet.overloads()]

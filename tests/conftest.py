@@ -5,11 +5,9 @@ Imports nothing of pcgsvc and no torch: a run that selects no GPU test does not 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -134,9 +132,10 @@ def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def environments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return names of folders, one for each test.
+    """Return the beginnings of names of folders, one for each test.
 
-    Counted here: to number one by itself, pytest reads the names of all others.
+    Counted here: to number one by itself, pytest reads the names of all others. Not made: most
+    tests need none, and to remove one takes milliseconds on some disks.
     """
     base = tmp_path_factory.mktemp("env")
     return (base / str(number) for number in itertools.count())
@@ -156,31 +155,14 @@ def clean_env(
     for name in [n for n in os.environ if n.startswith(("PCGSVC_", "HYDRA_"))]:
         if name != "PCGSVC_MODELS_DIR":
             monkeypatch.delenv(name)
-    root = next(environments)
-    root.mkdir()
-    monkeypatch.setenv("PCGSVC_CACHE_DIR", str(root / "pcgsvc"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(root / "xdg"))
+    place = next(environments)
+    root = place.with_name(f"{place.name}-pcgsvc")
+    monkeypatch.setenv("PCGSVC_CACHE_DIR", str(root))
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{place}-xdg")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache / "inductor"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(compiler_cache / "triton"))
     monkeypatch.setenv("MPLCONFIGDIR", str(compiler_cache / "matplotlib"))  # its list of fonts
-    return root / "pcgsvc"
-
-
-MODULES = pytest.StashKey[int]()
-
-
-@pytest.fixture(autouse=True)
-def cheap_collections(pytestconfig: pytest.Config) -> None:
-    """Keep what imports left out of garbage collections.
-
-    A build begins with one, which takes 0.2 s where torch's compilers are imported: half of a cold
-    start of a toy, and most of a warm one.
-    """
-    frozen = pytestconfig.stash.get(MODULES, 0)
-    if len(sys.modules) > frozen + 100:
-        gc.collect()
-        gc.freeze()
-        pytestconfig.stash[MODULES] = len(sys.modules)
+    return root
 
 
 @pytest.fixture

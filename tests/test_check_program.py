@@ -52,7 +52,7 @@ class Added(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = attended(self.first(x).tanh())
+        y = attended(self.first(x))
         z = y.relu() + x  # the pass below is about this line
         return self.last(z.sin())
 
@@ -142,9 +142,9 @@ def test_state_that_inductor_writes_wrong_is_found_in_mode_none() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.st.index_put_((torch.arange(4),), self.st * 2)
             self.st.add_(self.st.flip(0))
-            return attended(x) + self.st[0]
+            return attended(x) @ self.st.T  # the library's: g++ takes seconds for a kernel
 
-    module, example = State().eval(), torch.zeros(3, 2)
+    module, example = State().eval(), torch.ones(3, 2)
     plain = copy.deepcopy(module)  # with state of its own
     config = make_config("none", compiler="inductor")
     try:

@@ -239,6 +239,22 @@ def test_an_attribute_that_is_missed_as_torch_2_11_names_it_is_stored() -> None:
     assert "hasattr(module, 'gone')" in str(guards.first_broken([stored], model, {}))
 
 
+def test_how_a_setting_comes_to_its_value_as_dynamo_of_torch_2_15_writes_it_is_its_value() -> None:
+    model, settings = Flexible(), torch._dynamo.config
+    model.settings = settings
+    entry = "module.settings._config['verbose']"
+    read = {entry: settings._config["verbose"], f"{entry}.default": False}
+    parts = [guards.Guard(source=s, kind="TYPE_MATCH", value=v) for s, v in read.items()]
+    (stored,), problems = guards.stored_guards(parts, model, {})
+    assert not problems
+    assert stored == StoredGuard("module.settings.verbose", "CONSTANT_MATCH", ["bool", False])
+    with settings.patch(verbose=True):
+        assert "verbose: stored" in str(guards.first_broken([stored], model, {}))
+        changed, problems = guards.stored_guards(parts, model, {})
+        assert [guard.form for guard in changed] == [["bool", True]]
+    assert guards.first_broken([stored], model, {}) is None
+
+
 def test_a_user_module_that_is_called_like_one_of_pythons_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -113,6 +113,22 @@ def test_the_environment_does_not_count_for_a_forward_that_reads_none_of_it(
     assert start(Flexible()).warm
 
 
+class ReadsASetting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return attended(x * 2 if torch._dynamo.config.verbose else x * 3)
+
+
+def test_a_setting_of_torch_counts_by_its_value_however_it_came_to_it(start: Starter) -> None:
+    assert not start(ReadsASetting()).warm
+    with torch._dynamo.config.patch(verbose=True):
+        changed = start(ReadsASetting())
+        assert changed.right
+        assert not changed.warm
+        assert "config.verbose: stored ['bool', False], now ['bool', True]" in changed.reasons
+    # Left as set by hand to what the default is.
+    assert start(ReadsASetting()).warm
+
+
 class CallsGetenv(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return attended(x * float(os.getenv("PCGSVC_TEST_SCALE", "2")))

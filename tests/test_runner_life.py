@@ -133,10 +133,10 @@ class Cycle:
 
 @pytest.fixture
 def unfrozen() -> Iterator[None]:
-    """Let nothing be frozen, as in a process that does not do so; `conftest` does."""
+    """Let nothing be frozen, then and afterwards: a build counts what is, object by object."""
     gc.unfreeze()
     yield
-    gc.freeze()
+    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("unfrozen")

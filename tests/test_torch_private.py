@@ -93,6 +93,18 @@ def test_through_torch_tells_dynamo_s_own_global_from_a_user_s() -> None:
     assert not private.through_torch("G['__import_torch'].Tensor")
 
 
+def test_setting_source_reads_what_the_entry_of_a_config_module_amounts_to() -> None:
+    config = torch._dynamo.config
+    entry = config._config["verbose"]
+    found = private.setting_source("config._config['verbose']", entry)
+    with config.patch(verbose=not config.verbose):
+        assert eval(str(found)) is config.verbose
+    assert eval(str(found)) is config.verbose
+    assert private.setting_source("config._config['a.b']", entry) == "config.a.b"
+    assert private.setting_source("config._config['verbose']", True) is None
+    assert private.setting_source("config._config['verbose'].default", entry) is None
+
+
 def test_dynamo_errors_are_what_an_untraceable_forward_raises() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x

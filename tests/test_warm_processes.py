@@ -15,7 +15,6 @@ import pytest
 import torch
 from store_helpers import damage_entry, entry_files
 from warm_cli_helpers import (
-    PLAIN,
     TINY,
     WARM,
     Cli,
@@ -56,22 +55,6 @@ def test_another_process_home_and_place_is_warm_without_importing_dynamo(
     assert all(row["ok"] for row in json.loads(report.read_text())["verify"])
 
 
-def run_off(tmp_path: Path, root: Path, words: list[str]) -> set[str]:
-    """Run with the cache off; return what new files there are."""
-    # The builder of `inductor_root` tries vector instructions out, and leaves nothing either.
-    environment = home(tmp_path / "other") | {"TORCHINDUCTOR_VEC_ISA_OK": "1"}
-    argv = [*words, f"cache.dir={root}", "cache.mode=off", "hydra.run.dir=o"]
-    places = (tmp_path / "other", root.parent, Path(os.environ["XDG_CACHE_HOME"]))
-    before = listing(*places)
-    finish(in_process(PLAIN, argv, tmp_path / "other" / "cwd", **environment))
-    output = str(tmp_path / "other" / "cwd" / "o")
-    return {p for p in listing(*places) - before if not p.startswith(output)}
-
-
-def test_off_leaves_no_file_anywhere(tmp_path: Path, root: Path) -> None:
-    assert run_off(tmp_path, root, [*TINY, "compiler=eager"]) == set()
-
-
 # ---- Inductor ------------------------------------------------------------------------------------
 
 # One region of one op: g++ takes seconds for each kernel.
@@ -103,17 +86,57 @@ exit 1
 """
 
 
+# Each of its arguments is a command line.
+SEVERAL = """
+import json
+import sys
+import torch
+torch.set_num_threads(1)
+from pcgsvc.jobs.app import main
+sys.exit(max(main(json.loads(words)) for words in sys.argv[1:]))
+"""
+
+
 @pytest.fixture(scope="module")
-def inductor_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with one Inductor program, built in a process of its own: the only cold build."""
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a process that built an Inductor program cold, and two without a cache."""
     folder = tmp_path_factory.mktemp("inductor")
-    argv = [*INDUCTOR, f"cache.dir={folder / 'cache'}", f"report={folder / 'report.json'}"]
-    finish(in_process(PLAIN, argv, folder, **home(folder / "builder")))
-    compiled = json.loads((folder / "report.json").read_text())["compile"]
-    assert (compiled["start"], compiled["num_compiled"]) == ("cold", 1)
-    left = [p for p in listing(folder / "builder" / "tmp", folder / "builder" / "home")]
-    assert left == []
-    return folder / "cache"
+    off = [f"cache.dir={folder / 'off'}", "cache.mode=off"]
+    jobs = [
+        [*INDUCTOR, f"cache.dir={folder / 'cache'}"],
+        # Another kernel: torch keeps what a process has loaded.
+        [*INDUCTOR, "model.target=torch.nn:Tanh", *off],
+        [*TINY, "compiler=eager", *off],
+    ]
+    lines = [json.dumps([*words, f"hydra.run.dir=o{at}"]) for at, words in enumerate(jobs)]
+    finish(in_process(SEVERAL, lines, folder / "builder" / "cwd", **home(folder / "builder")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inductor_root(builder: Path) -> Path:
+    """A cache with one Inductor program."""
+    return builder / "cache"
+
+
+@pytest.mark.slow
+def test_a_build_leaves_no_file_outside_its_cache_and_none_anywhere_with_it_off(
+    builder: Path,
+) -> None:
+    """Also of the vector instructions that it tries out."""
+    own = builder / "builder"
+    reports = [json.loads((own / "cwd" / f"o{at}" / "report.json").read_text()) for at in range(3)]
+    found = [report["compile"] for report in reports]
+    assert [(f["start"], f["num_compiled"]) for f in found] == [
+        ("cold", 1),
+        ("cold", 1),
+        ("cold", 2),
+    ]
+    assert listing(own / "home", own / "tmp") == set()
+    assert {p.name for p in (own / "cwd").iterdir()} == {"o0", "o1", "o2"}
+    assert {p.name for p in builder.iterdir()} == {"builder", "cache"}
+    with Store.open(str(builder / "cache")) as store:
+        assert len(store.ls()) == 1
 
 
 def only_versions(folder: Path) -> tuple[str, Path]:
@@ -184,11 +207,6 @@ def test_an_exported_inductor_program_is_warm_on_a_fresh_machine(
         import_bundle(store, tmp_path / "bundle.tar", expected_sha256=info.sha256)
         assert store.check().ok
     assert start_warm(tmp_path / "fresh", tmp_path / "other")["compile"]["start"] == "warm"
-
-
-@pytest.mark.slow
-def test_off_with_inductor_leaves_no_file_anywhere(tmp_path: Path, root: Path) -> None:
-    assert run_off(tmp_path, root, INDUCTOR) == set()
 
 
 @pytest.mark.slow

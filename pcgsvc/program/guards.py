@@ -84,6 +84,10 @@ def stored_guards(
     pythons = tuple(guard.source for guard in guards if _is_namedtuple_scope(guard.value))
     # Its form says all of a group, and the names in it are this process's own.
     groups = tuple(f"{guard.source}." for guard in guards if group_form(guard.value) is not None)
+    named = [
+        (guard.source, torch_private.setting_source(guard.source, guard.value)) for guard in guards
+    ]
+    settings = {entry: setting for entry, setting in named if setting is not None}
     for guard in [*guards, *_aliases(guards), *_place(guards, scope)]:
         key = (guard.source, guard.kind)
         reason = _of_this_process(guard)
@@ -102,13 +106,16 @@ def stored_guards(
                 guard = _has(guard.source, scope)
             stored = StoredGuard(guard.source, guard.kind, scope.form(guard.kind, guard.value))
             again = scope.form(guard.kind, scope.read(guard.source))
+            if again != stored.form:
+                raise NotCanonicalError("gives another value when evaluated again")
+            for entry, setting in settings.items():
+                if entry in guard.source:
+                    form = scope.form("CONSTANT_MATCH", scope.read(setting))
+                    stored = StoredGuard(setting, "CONSTANT_MATCH", form)
         except NotCanonicalError as error:
             problems.append(f"{guard.source}: {error}")
             continue
-        if again != stored.form:
-            problems.append(f"{guard.source}: gives another value when evaluated again")
-            continue
-        found[key] = stored
+        found[stored.source, stored.kind] = stored
     return list(found.values()), problems
 
 
