@@ -6,8 +6,6 @@ what the numbers mean.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,13 +23,14 @@ class Staging:
     def __init__(self, target: torch.Tensor, half: int) -> None:
         self._target, self._half, self._at, self._end = target, half, 0, half
         self._pinned = torch.zeros(2 * half, dtype=torch.int32, pin_memory=True)
+        self._host: npt.NDArray[np.int32] = self._pinned.numpy()
         self._target_address, self._address = target.data_ptr(), self._pinned.data_ptr()
         self.staged: Copied = 0, 0, 0
         """Of what was staged last."""
         self._done = {end: torch.cuda.Event() for end in (half, 2 * half)}
         """By a half's end: when the copies from it are done."""
-        self._views: dict[Copied, tuple[Any, torch.Tensor, torch.Tensor]] = {}
-        """Pinned memory for numpy and for torch, and where it goes."""
+        self._views: dict[Copied, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Where a copy goes, and the pinned memory that it is from."""
 
     def stage(self, source: npt.NDArray[np.int32]) -> None:
         """Write to the host's memory what is to be copied to the start of the target.
@@ -44,18 +43,17 @@ class Staging:
             self._end = 3 * self._half - self._end
             self._at = self._end - self._half
             self._done[self._end].synchronize()
-        staged = self._target_address, self._address + 4 * self._at, 4 * count
-        views = self._views.get(staged)
-        if views is None:
-            if len(self._views) >= self.MAX_VIEWS:
-                self._views.clear()
-            pinned = self._pinned[self._at : self._at + count]
-            views = self._views[staged] = pinned.numpy(), pinned, self._target[:count]
-        views[0][:] = source
+        self._host[self._at : self._at + count] = source
+        self.staged = self._target_address, self._address + 4 * self._at, 4 * count
         self._at += count
-        self.staged = staged
 
     def send(self) -> None:
         """Queue the copy on the current stream."""
-        _, pinned, target = self._views[self.staged]
-        target.copy_(pinned, non_blocking=True)
+        views = self._views.get(self.staged)
+        if views is None:
+            if len(self._views) >= self.MAX_VIEWS:
+                self._views.clear()
+            count = self.staged[2] // 4
+            pinned = self._pinned[self._at - count : self._at]
+            views = self._views[self.staged] = self._target[:count], pinned
+        views[0].copy_(views[1], non_blocking=True)

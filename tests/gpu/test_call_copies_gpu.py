@@ -22,22 +22,30 @@ WIDTH = 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scale_kernel(x, lens, out, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_kernel(x, lens, rows, out, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     at = row * WIDTH + tl.arange(0, WIDTH)
-    tl.store(out + at, tl.load(x + at) * tl.load(lens + row))
+    tl.store(out + at, tl.where(row < tl.load(rows), tl.load(x + at) * tl.load(lens + row), 0))
+
+
+def args(context: pcgsvc.ForwardContext, x: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+    return x, context.kv_lens, context.num_tokens_tensor, out, WIDTH
 
 
 def plan(context: pcgsvc.ForwardContext, x: torch.Tensor, out: torch.Tensor) -> Any:
-    return [triton_launch(scale_kernel, (x.shape[0], 1, 1), x, context.kv_lens, out, WIDTH)]
+    return [triton_launch(scale_kernel, (x.shape[0], 1, 1), *args(context, x, out))]
 
 
 @pcgsvc.splitting_op(
-    "copiestest::scale", mutates_args=("out",), support="always", plan_launches=plan
+    "copiestest::scale",
+    mutates_args=("out",),
+    support="always",
+    zeroes_padding=True,
+    plan_launches=plan,
 )
 def scale(x: torch.Tensor, out: torch.Tensor) -> None:
     """Scale each row by its request's length, which the device reads."""
-    scale_kernel[(x.shape[0], 1, 1)](x, pcgsvc.current_context().kv_lens, out, WIDTH)
+    scale_kernel[(x.shape[0], 1, 1)](*args(pcgsvc.current_context(), x, out))
 
 
 class Model(nn.Module):
