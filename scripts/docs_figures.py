@@ -58,8 +58,6 @@ def calls() -> str:
         ("`runner.prepare(8)`, `step()`, full graph", models, "prepared"),
         ("33 graphs in a loop made by hand: copy in, clone", piecewise, "hand_made"),
         ("`runner(x)`, piecewise", piecewise, "clone"),
-        ("33 graphs by hand, on a stream of its own", piecewise, "hand_made_own_stream"),
-        ("`runner(x)`, piecewise, on a stream of its own", piecewise, "clone_own_stream"),
         ("`runner.prepare(8)`, `step()`, piecewise", piecewise, "prepared"),
     ]
     table = []
@@ -88,6 +86,8 @@ def rows() -> str:
         "bare": "its steps alone",
         "clone": "`runner(x)`",
         "hand_made": "made by hand",
+        "clone_own_stream": "`runner(x)`, own stream",
+        "hand_made_own_stream": "by hand, own stream",
         "reduce_overhead": "reduce-overhead",
         "plain": "eager",
     }
@@ -210,7 +210,7 @@ def peers() -> str:
 def starts() -> str:
     """Cold and warm starts of a 32-layer Llama."""
     places = {
-        "H200, inductor": _raw("bench-h200")["warm_start"],
+        "H200, inductor": _raw("calls-h200")["warm_start"],
         "2-core CPU, eager": _raw("cpu")["warm_start_eager"],
     }
     labels = {
@@ -234,7 +234,7 @@ def starts() -> str:
 
 def warm() -> str:
     """The start of a new process in a sentence."""
-    start = _raw("bench-h200")["warm_start"]
+    start = _raw("calls-h200")["warm_start"]
     cold, again = (start[kind]["ready_to_capture_s"] for kind in ("cold", "warm"))
     return (
         "In a new process a 32-layer Llama under Inductor is ready to capture "
@@ -246,12 +246,13 @@ def glue() -> str:
     """What is left of a step and of a call when nothing runs."""
     raw = _raw("bench-h200")
     own, capture = raw["glue"], raw["strategies"]["fx"]["seconds"]["capture"]
-    call, batch = own["call_minus_steps_us"], own["call_with_batch_minus_steps_us"]
+    rows = raw["call"]["small_full"]["8"]
+    call, batch = (rows[k]["host_us"] - rows["bare"]["host_us"] for k in ("clone", "with_batch"))
     return (
         f"With every replay and op body empty, a step of {own['step_callables']} callables takes "
-        f"{own['glue_us_per_step']:.1f} µs; a whole call\ntakes {call:.0f} µs above its steps, "
-        f"with a `Batch` {batch:.0f} µs (`scripts/bench glue`). Capturing\n"
-        f"4 sizes of 33 regions takes {capture:.2f} s.\n"
+        f"{own['glue_us_per_step']:.1f} µs.\nA whole call takes {call:.0f} µs of the host above "
+        f"its steps, with the batch of the call before {batch:.0f}. Capturing 4\nsizes of 33 "
+        f"regions, full and in pieces, takes {capture:.2f} s.\n"
     )
 
 
