@@ -18,6 +18,7 @@ from fake_driver import INVALID, FakeBindings, FakeNode, FakeNvrtc
 from model_helpers import make_context
 
 from pcgsvc.capture import stitch
+from pcgsvc.capture.cuda_composer import CudaComposer
 from pcgsvc.capture.recorded import RecordedComposer
 from pcgsvc.capture.sources import Boundary
 from pcgsvc.cuda_driver import (
@@ -97,6 +98,31 @@ def test_a_source_that_cannot_be_compiled_is_a_driver_error(why: str) -> None:
         nvrtc.nvrtcCreateProgram = missing  # type: ignore[method-assign]
     with pytest.raises(DriverError, match="INVALID_SOURCE" if why == "refused" else "no libnvrtc"):
         Driver(FakeBindings(), nvrtc).compile("its source", "its_name")
+
+
+def test_without_nvrtc_calls_copy_outside_of_graphs_and_it_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nvrtc = FakeNvrtc()
+    nvrtc.nvrtcCreateProgram = missing  # type: ignore[method-assign]
+    composer = CudaComposer(Driver(FakeBindings(), nvrtc), torch.device("cuda", 0))
+    with caplog.at_level("INFO"):
+        assert composer.copy_launch(8) is None
+        assert composer.copy_launch(8) is None
+    assert len(caplog.messages) == 1
+    assert "no libnvrtc" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(1, 1), (1 << 13, 1), (1 << 14, 2), (1 << 30, 528)])
+def test_the_copying_kernel_starts_with_nothing_to_copy(size: int, blocks: int) -> None:
+    fake = FakeBindings()
+    composer = CudaComposer(Driver(fake, FakeNvrtc()), torch.device("cuda", 0))
+    launch = composer.copy_launch(size)
+    assert launch is not None
+    assert (launch.function, launch.grid) == (6, (blocks, 1, 1))
+    assert set(launch.args) == {0}
+    (image,) = [call[1] for call in fake.calls if call[0] == "cuModuleLoadData"]
+    assert image.count(b"word size") == len(launch.args) // 3 + 1
 
 
 def missing(*args: Any) -> Any:

@@ -7,6 +7,7 @@ nothing of ops; the calls themselves are in `cuda_driver`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from pcgsvc import torch_private
 from pcgsvc.capture import copy_kernel
 from pcgsvc.capture.sources import Comparison, Step, UnstitchableError
 from pcgsvc.cuda_driver import Composition, Driver, DriverError, Launch, UnpatchableError
+
+logger = logging.getLogger(__name__)
 
 _RUNS, _LONG_US = 3, 2000.0
 """Steps back to back by which two ways to replay are compared; of long ones, one: an entry's build
@@ -46,7 +49,8 @@ class CudaComposer:
 
     def copy_launch(self, size: int) -> Launch | None:
         """See `Composer.copy_launch`; among several processes graphs stay torch's own."""
-        return None if _has_group() else copy_kernel.launch(self._copy_kernel, size)
+        kernel = None if _has_group() else self._copy_kernel
+        return None if kernel is None else copy_kernel.launch(kernel, size)
 
     def compose(self, parts: Sequence[Step | Launch]) -> CudaComposed:
         """See `Composer.compose`; the graphs of segments are copied."""
@@ -109,8 +113,12 @@ class CudaComposer:
         )
 
     @cached_property
-    def _copy_kernel(self) -> int:
-        return self._driver.compile(copy_kernel.source(), copy_kernel.NAME)
+    def _copy_kernel(self) -> int | None:
+        try:
+            return self._driver.compile(copy_kernel.source(), copy_kernel.NAME)
+        except DriverError as error:
+            logger.info("calls launch their copies by themselves, outside of graphs: %s", error)
+            return None
 
     @cached_property
     def _side(self) -> tuple[torch.cuda.Stream, Any]:
