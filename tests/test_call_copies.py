@@ -252,14 +252,29 @@ def test_a_boundary_at_either_end_leaves_its_copies_a_step_of_their_own() -> Non
     assert len(found.steps) == 5
 
 
-@pytest.mark.parametrize("odd", ["empty", "turned", "complex", "many", "none"])
+@pytest.mark.parametrize("odd", ["empty", "turned", "complex", "negated", "many", "none"])
 def test_what_no_copy_node_can_do_stays_outside(odd: str, moves: Moves) -> None:
     tensors = {
         "empty": [torch.ones(0, 2)],
         "turned": [torch.ones(3, 2).t()],
         "complex": [torch.ones(2, dtype=torch.complex64)],
+        "negated": [torch.ones(1, dtype=torch.complex64).conj().imag],
         "many": [torch.ones(2)] * 6,
         "none": [],
     }[odd]
     step: Any = (lambda: None, True)
     assert with_copies([step], RecordedComposer(), tensors, [], []) is None
+    found = with_copies([step], RecordedComposer(), [torch.ones(2)], [], tensors)
+    assert found is None or odd == "none"
+
+
+def test_results_that_are_to_be_negated_on_reading_are(moves: Moves) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(2 * x).conj().imag  # of one row: one piece of memory
+
+    config = pcgsvc.load_config(["cache.mode=off", "capture.sizes=[1,2]", "device=cpu"])
+    example = {"x": torch.randn(2, 2)}
+    with pcgsvc.build_runner(forward, example, dynamic_dims={"x": 0}, config=config) as runner:
+        for rows in (1, 2):
+            x = torch.randn(rows, 2)
+            assert torch.equal(runner(x), forward(x))

@@ -127,7 +127,7 @@ def with_copies(
     device = inputs[0].device if inputs else None
     before = [*inputs, *metadata]
     if max(len(before), len(results)) > copy_kernel.MOST or not all(
-        t.is_contiguous() and t.numel() and t.device == device and not t.is_complex()
+        t.is_contiguous() and t.numel() and t.device == device and not (t.is_complex() or t.is_neg())
         for t in [*inputs, *results]
     ):
         return None
