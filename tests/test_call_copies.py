@@ -277,6 +277,19 @@ def test_memory_that_the_driver_refuses_is_copied_around_the_graphs_from_then_on
         assert len(moves) == 2
 
 
+def test_memory_that_the_driver_refuses_in_the_self_check_is_copied_around_the_graphs(
+    moves: Moves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, words: Any) -> Any:
+        raise DriverError("cuGraphExecKernelNodeSetParams: no such memory")
+
+    monkeypatch.setattr(RecordedNode, "pack_words", refuse)
+    with build("mode=piecewise", "capture.replay=stitched") as runner:
+        assert all(row["ok"] for row in runner.report["verify"])
+        check(runner, *given(5))
+    assert moves == []
+
+
 def test_poisoned_steps_and_views_of_results_are_right(moves: Moves) -> None:
     with build("mode=full", "debug.poison=true") as runner:
         moves.clear()
