@@ -139,7 +139,7 @@ def test_a_stitched_step_that_grows_or_runs_as_its_pieces_makes_the_copies_too(
         joined = runner.table.entries[largest].joined
         assert joined is not None
         (stitched,) = joined.stitched
-        monkeypatch.setattr(stitched, "_composed", stitched._compose())
+        stitched._compose()
         check(runner, *given(8))
         check(runner, *given(5))
         prepared = runner.prepare(8)
@@ -151,6 +151,77 @@ def test_a_stitched_step_that_grows_or_runs_as_its_pieces_makes_the_copies_too(
         monkeypatch.setattr(stitched, "_broken", True)
         check(runner, *given(8))
         check(runner, *given(6))
+
+
+def test_a_call_that_is_interrupted_leaves_no_copies_to_a_prepared_one(
+    moves: Moves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enable = RecordedNode.enable
+
+    def interrupted(self: RecordedNode, enabled: bool) -> None:
+        enable(self, enabled)
+        raise KeyboardInterrupt
+
+    others = given(8)
+    with build("mode=piecewise", "capture.replay=stitched") as runner:
+        prepared = runner.prepare(8)
+        for _ in range(2):
+            x, ids = given(8)
+            prepared.update()
+            prepared.inputs["x"].copy_(x)
+            prepared.inputs["ids"].copy_(ids)
+            before = len(moves)
+            for got, wanted in zip(prepared.step(), runner.model.module(x, ids), strict=True):
+                torch.testing.assert_close(got, wanted)
+            assert len(moves) == before
+            with monkeypatch.context() as patched:
+                patched.setattr(RecordedNode, "enable", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    runner(*others)
+        check(runner, *given(8))
+
+
+@pytest.mark.parametrize(
+    ("place", "error"), [("behind", DriverError), ("boundaries", KeyboardInterrupt)]
+)
+def test_a_stitched_step_that_fails_to_grow_has_the_next_ones_right(
+    place: str, error: type[BaseException], moves: Moves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_alive: list[Any] = []  # what a stale node would copy, or write to
+
+    def call(rows: int) -> None:
+        inputs = given(rows)
+        kept_alive.append(inputs)
+        results = runner(*inputs)
+        kept_alive.append(results)
+        for got, wanted in zip(results, runner.model.module(*inputs), strict=True):
+            torch.testing.assert_close(got, wanted)
+
+    with build("mode=piecewise", "capture.replay=stitched") as runner:
+        call(8)
+        largest = max(runner.table.entries, key=lambda key: key[1].num_tokens)
+        joined = runner.table.entries[largest].joined
+        assert joined is not None
+        (stitched,) = joined.stitched
+        (source,) = stitched.sources
+        owner, name = (RecordedNode, "enable") if place == "behind" else (type(source), "composed")
+        kept, calls = getattr(owner, name), list[Any]()
+
+        def fail(*args: Any) -> None:
+            kept(*args)
+            calls.append(args)
+            if len(calls) == (2 if place == "behind" else 1):
+                raise error("refused")
+
+        launches = source.slots
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fail)
+            with pytest.raises(error):
+                stitched._grow([[*launches, launches[0]]])
+        assert calls
+        assert source.slots is launches
+        for rows in (8, 5, 8):
+            call(rows)
 
 
 @pytest.mark.parametrize("kind", ["turned", "every other row", "negated", "an own subclass"])
@@ -206,6 +277,19 @@ def test_memory_that_the_driver_refuses_is_copied_around_the_graphs_from_then_on
         assert len(moves) == 2
 
 
+def test_memory_that_the_driver_refuses_in_the_self_check_is_copied_around_the_graphs(
+    moves: Moves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, words: Any) -> Any:
+        raise DriverError("cuGraphExecKernelNodeSetParams: no such memory")
+
+    monkeypatch.setattr(RecordedNode, "pack_words", refuse)
+    with build("mode=piecewise", "capture.replay=stitched") as runner:
+        assert all(row["ok"] for row in runner.report["verify"])
+        check(runner, *given(5))
+    assert moves == []
+
+
 def test_poisoned_steps_and_views_of_results_are_right(moves: Moves) -> None:
     with build("mode=full", "debug.poison=true") as runner:
         moves.clear()
@@ -252,14 +336,29 @@ def test_a_boundary_at_either_end_leaves_its_copies_a_step_of_their_own() -> Non
     assert len(found.steps) == 5
 
 
-@pytest.mark.parametrize("odd", ["empty", "turned", "complex", "many", "none"])
+@pytest.mark.parametrize("odd", ["empty", "turned", "complex", "negated", "many", "none"])
 def test_what_no_copy_node_can_do_stays_outside(odd: str, moves: Moves) -> None:
     tensors = {
         "empty": [torch.ones(0, 2)],
         "turned": [torch.ones(3, 2).t()],
         "complex": [torch.ones(2, dtype=torch.complex64)],
+        "negated": [torch.ones(1, dtype=torch.complex64).conj().imag],
         "many": [torch.ones(2)] * 6,
         "none": [],
     }[odd]
     step: Any = (lambda: None, True)
     assert with_copies([step], RecordedComposer(), tensors, [], []) is None
+    found = with_copies([step], RecordedComposer(), [torch.ones(2)], [], tensors)
+    assert found is None or odd == "none"
+
+
+def test_results_that_are_to_be_negated_on_reading_are(moves: Moves) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(2 * x).conj().imag  # of one row: one piece of memory
+
+    config = pcgsvc.load_config(["cache.mode=off", "capture.sizes=[1,2]", "device=cpu"])
+    example = {"x": torch.randn(2, 2)}
+    with pcgsvc.build_runner(forward, example, dynamic_dims={"x": 0}, config=config) as runner:
+        for rows in (1, 2):
+            x = torch.randn(rows, 2)
+            assert torch.equal(runner(x), forward(x))

@@ -351,3 +351,28 @@ def test_what_a_checked_batch_holds_cannot_be_written_to() -> None:
             array[...] = 0
     slots[0] = 44
     assert checked.slot_mapping.tolist() == [40, 41]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_interrupted_check_leaves_nothing_half_done(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def batch(length: int, *tables: list[int]) -> Batch:
+        return Batch(
+            query_lens=[rows] * 2, seq_lens=[length, length + 1], block_tables=list(tables)
+        )
+
+    for other in ([30, 31, 32], [10, 11, 12]):
+        checker, table = BatchChecker(CACHE), [20, 21, 22]
+        for length in (5, 6):
+            checker.check(batch(length, [10, 11, 12], table), 2 * rows)
+        with monkeypatch.context() as patched:
+            patched.setattr(recheck, "CheckedBatch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checker.check(batch(7, other, table), 2 * rows)
+        for length in (6, 7, 8):
+            call = batch(length, other, table), 2 * rows
+            assert outcome(checker.check, *call) == outcome(full, *call, CACHE)

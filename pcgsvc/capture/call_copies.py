@@ -127,10 +127,11 @@ def with_copies(
     device = inputs[0].device if inputs else None
     before = [*inputs, *metadata]
     if max(len(before), len(results)) > copy_kernel.MOST or not all(
-        t.is_contiguous() and t.numel() and t.device == device and not t.is_complex()
-        for t in [*inputs, *results]
+        t.is_contiguous() and t.numel() and t.device == device for t in [*inputs, *results]
     ):
         return None
+    if any(t.is_complex() or t.is_neg() for t in [*inputs, *results]):
+        return None  # bytes of it may stand for others
     first, last = (_copying(composer, tensors) for tensors in (before, results))
     if first is None or (last is None and results):
         return None
@@ -169,8 +170,6 @@ def _enclosed(
     if behind is not None:
         parts.append(behind.launch)
     composed = composer.compose(parts)
-    if before is not None:
-        before.bind(composed.nodes[0])
-    if behind is not None:
-        behind.bind(composed.nodes[-1])
+    for copying, node in Copying.ends(composed, before, behind):
+        copying.bind(node)
     return partial(composed.replay, patched=False)

@@ -116,19 +116,14 @@ class Copying:
         self._node: Node | None = None
         self._words: tuple[int, ...] | None = launch.args
         """What it copies; None: not known."""
-        self.is_on = False
-        """Whether the next replay makes the copies."""
+        self.is_on: bool | None = False
+        """Whether the next replay makes the copies; None: not known."""
 
     @property
     def launch(self) -> Launch:
         """What it launches now, for the composition that it is to be a part of."""
         words = self._words or ()
         return self._launch._replace(args=(*words, *self._launch.args[len(words) :]))
-
-    def bind(self, node: Node) -> None:
-        """Take its node in a new composition, which launches what `launch` gave."""
-        self._node = node
-        node.enable(self.is_on)
 
     def set(self, words: tuple[int, ...]) -> None:
         """Have the replays from now on copy pieces of memory: target, source and bytes of each.
@@ -145,12 +140,29 @@ class Copying:
             node.change(None, node.pack_words(words))
             self._words = words
         if not self.is_on:
+            self.is_on = None
             node.enable(True)
             self.is_on = True
 
+    @staticmethod
+    def ends(
+        composed: Composed, before: Copying | None, behind: Copying | None
+    ) -> list[tuple[Copying, Node]]:
+        """Return copies at the ends of a new composition with their nodes there, for `bind`."""
+        found = [] if before is None else [(before, composed.nodes[0])]
+        found += [] if behind is None else [(behind, composed.nodes[-1])]
+        for copying, node in found:
+            node.enable(bool(copying.is_on))
+        return found
+
+    def bind(self, node: Node) -> None:
+        """Take its node in a new composition, which launches what `launch` gave."""
+        self._node = node
+
     def clear(self) -> None:
         """Have the replays from now on copy nothing."""
-        if self.is_on and self._node is not None:
+        if self.is_on is not False and self._node is not None:
+            self.is_on = None
             self._node.enable(False)
             self.is_on = False
 

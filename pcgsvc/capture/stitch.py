@@ -19,7 +19,6 @@ from functools import partial
 from pcgsvc.capture.sources import (
     Boundary,
     Comparison,
-    Composed,
     Composer,
     Copying,
     Member,
@@ -56,10 +55,11 @@ class Stitched:
         self._asked = [source for source in sources if not source.is_fixed]
         self._captures = any(source.is_captured for source in sources)
         self._broken = False
-        """Whether an op could not be captured at a later step: its pieces replay from then on."""
+        """Whether an op could not be captured at a later step, or nodes are of two compositions:
+        its pieces replay from then on."""
         self._before: Copying | None = None
         self._behind: Copying | None = None
-        self._composed = self._compose()
+        self._compose()
 
     def __call__(self) -> None:
         """Run the parts alone, without copies."""
@@ -71,7 +71,7 @@ class Stitched:
     def enclose(self, before: Copying | None, behind: Copying | None) -> None:
         """Have `run` make copies as well, before its parts and behind them."""
         self._before, self._behind = before or self._before, behind or self._behind
-        self._composed = self._compose()
+        self._compose()
 
     def run(self) -> None:
         """Patch, and launch; or run as pieces, no op's Python twice but one whose capture fails."""
@@ -111,7 +111,7 @@ class Stitched:
         for source in self._asked:
             source.forget()
 
-    def _compose(self) -> Composed:
+    def _compose(self) -> None:
         """Join the parts, with as many nodes per boundary as its source has slots."""
         owners = {at: source for source in self.sources for at in source.members}
         before, behind = self._before, self._behind
@@ -129,15 +129,15 @@ class Stitched:
                 parts.append(part)
         parts += [] if behind is None else [behind.launch]
         composed = self.composer.compose(parts)
-        if before is not None:
-            before.bind(composed.nodes[0])
-        if behind is not None:
-            behind.bind(composed.nodes[-1])
+        ends = Copying.ends(composed, before, behind)
+        self._broken = True  # until all nodes are of one composition
+        for copying, node in ends:
+            copying.bind(node)
         for member, begin, end in runs:
             member.nodes = composed.nodes[begin:end]
         for source in self.sources:
             source.composed()
-        return composed
+        self._composed, self._broken = composed, False
 
     def _grow(self, launches: Sequence[list[Launch]]) -> None:
         """Compose anew, since some boundary launches more kernels than it ever has."""
@@ -146,7 +146,7 @@ class Stitched:
             if len(found) > len(source.slots):
                 source.slots = list(found)
         try:
-            self._composed = self._compose()
+            self._compose()
         except BaseException:
             for source, slots in zip(self._asked, before, strict=True):
                 source.slots = slots

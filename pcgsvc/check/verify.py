@@ -29,6 +29,7 @@ from pcgsvc.check.tolerance import (
 )
 from pcgsvc.check.trial import Trial
 from pcgsvc.config import Compiler, Mode
+from pcgsvc.cuda_driver import DriverError
 from pcgsvc.errors import ForwardError, PcgError, VerifyError
 from pcgsvc.events import Phases
 from pcgsvc.forward.batch import CheckedBatch
@@ -332,14 +333,18 @@ class _Check(Trial):
         """Replay an entry as calls do: with the copies in its graphs where it has them."""
         size, entry, memory = key[1].num_tokens, self.table.entries[key], self.memory
         load, values = memory.plan_load(size, size), [inputs[s.name] for s in memory.inputs]
-        copies, steps, results = None, entry.calls, list[torch.Tensor]()
+        copies, context = None, None
+        steps, results = entry.calls, list[torch.Tensor]()
         if entry.copies is not None:
             copies = entry.copies.of_rows(load.targets, entry.outputs)
         if copies is not None and copies.take(values):
             memory.pad(load)
             context = self._context(batch, size, key, stage=copies.has_metadata)
-            steps, results = copies.steps, copies.set(values, memory.staged)
-        else:
+            try:
+                steps, results = copies.steps, copies.set(values, memory.staged)
+            except DriverError:  # calls make the copies outside of it then
+                context = None
+        if context is None:
             memory.copy_in(values, load)
             context = self._context(batch, size, key)
         with use_context(context):

@@ -129,7 +129,7 @@ class BatchChecker:
     def __init__(self, cache: CacheGeometry | None) -> None:
         self._cache = cache
         self._last: CheckedBatch | None = None
-        """The last batch that was accepted, unless its slots were given."""
+        """The last batch, if it was accepted and its slots were not given."""
         self._tables: _Tables | None = None
         """Its block tables; None without."""
         self._ends: list[int] | None = None
@@ -146,7 +146,7 @@ class BatchChecker:
         Raises:
             BatchError: naming the field, what was got and what fits.
         """
-        last, tables = self._last, None
+        last, self._last, tables = self._last, None, None  # none, should this not come to its end
         if self._cache is not None and isinstance(batch, Batch) and batch.block_tables is not None:
             tables = _read(batch.block_tables, self._tables, self._cache)
         if last is not None and last.num_tokens == num_tokens and type(batch) is Batch:
