@@ -7,7 +7,8 @@ one, and writes throughput and latencies. Ratios are taken within one run. Other
 moves the figures by the clock, hardly those by the processor's time that the service used.
 
 Then the same requests go through `pcgsvc.Slots` in this process, without the service around it:
-what the front adds is the service's time over that of the steps alone, device included. With
+what the front adds is the service's time over that of the steps alone, device included; where
+`clients_cpu_s` is near `seconds`, the clients were what limited it. With
 `--ids N`, prompts are N token ids each, for models without a tokenizer.
 """
 
@@ -79,7 +80,7 @@ def measured(
     requests: list[dict[str, Any]], clients: int, pid: int
 ) -> tuple[list[Answer], dict[str, Any]]:
     """Send requests from some clients; return the answers and the figures."""
-    started, used = time.perf_counter(), cpu_s(pid)
+    started, used, own = time.perf_counter(), cpu_s(pid), time.process_time()
     answers = asyncio.run(load(f"http://127.0.0.1:{PORT}", requests, clients))
     made = figures(answers, time.perf_counter() - started)
     used = cpu_s(pid) - used
@@ -87,6 +88,7 @@ def measured(
         **made,
         "cpu_s": round(used, 2),
         "tokens_per_cpu_s": round(made["tokens"] / used, 2),
+        "clients_cpu_s": round(time.process_time() - own, 2),
     }
 
 

@@ -46,13 +46,13 @@ class Server:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def wait_for(condition: object, timeout_s: float = 60) -> None:
+def wait_for(condition: object, timeout_s: float = 60, pause_s: float = 0.1) -> None:
     """Wait until a function returns something true."""
     assert callable(condition)
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "nothing happened in time"
-        time.sleep(0.1)
+        time.sleep(pause_s)
 
 
 def free_port() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -53,12 +54,11 @@ def replicas() -> set[int]:
 
 async def ask(url: str, body: dict[str, Any]) -> Any:
     """Send a request, again while its replica is lost, and return the answer."""
-    import httpx
-    from service.load import generate
+    from service.load import Connection, generate
 
-    async with httpx.AsyncClient(timeout=60) as client:
+    with contextlib.closing(Connection(url, timeout_s=60)) as client:
         for _ in range(100):
-            answer = await generate(client, url, body)
+            answer = await generate(client, body)
             if answer.status == 200 and answer.finished == "length":
                 return answer
             assert answer.status in (0, 200, 500, 503), answer  # lost on its way, or in its stream

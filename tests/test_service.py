@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -148,7 +149,7 @@ def test_a_client_that_leaves_frees_its_slot_and_blocks(server: Server, stream: 
     port = int(server.url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.sendall(head + b"Content-Type: application/json\r\n\r\n" + body)
-        wait_for(lambda: not is_idle(server))
+        wait_for(lambda: not is_idle(server), pause_s=0)  # it is over in a tenth of a second
     wait_for(lambda: is_idle(server))
     assert server.metrics()["service_cancelled_total"] == before + 1
 
@@ -246,6 +247,77 @@ def test_texts_of_concurrent_requests_share_calls_and_one_bad_one_spoils_none() 
     assert kinds == [BatchError, BusyError, StepError, DrainingError]
     assert answers[6] == [[1.0]]
     assert calls[0] == ["a", "bb", "ccc", "long", "d"]
+
+
+def test_tokens_that_wait_together_come_at_once_and_what_ends_them_after_them() -> None:
+    from service.front import Job, StepError
+
+    import pcgsvc
+
+    continuation: Any = object()
+    one, two, three = (pcgsvc.NewToken(continuation, at, str(at)) for at in range(3))
+
+    async def read(job: Job, got: list[Any]) -> None:
+        try:
+            async for tokens in job:
+                got.append(tokens)
+        except StepError as error:
+            got.append(error)
+
+    async def main() -> list[list[Any]]:
+        answers: list[list[Any]] = []
+        for end in (None, StepError("lost")):
+            got: list[Any] = []
+            job = Job(continuation)
+            reading = asyncio.ensure_future(read(job, got))
+            job.put(one)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            for event in (two, three, end):
+                job.put(event)
+            await asyncio.wait_for(reading, 10)
+            answers.append(got)
+        return answers
+
+    ended, failed = asyncio.run(main())
+    assert ended == [[one], [two, three]]
+    assert failed[:2] == ended
+    assert isinstance(failed[2], StepError)
+
+
+def test_a_client_reads_events_cut_anywhere_and_goes_on_after_its_connection_broke() -> None:
+    from service.load import Connection, generate
+
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    parts = (b'data: {"token": 5, "te', b'xt": "a"}\n\ndata: {"token": 6, "text": "b"}\n\n',
+             b'data: {"text": "ab", "finished": "length"}\n\n')  # fmt: skip
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    busy = b"HTTP/1.1 429 Busy\r\nContent-Length: 5\r\nConnection: close\r\n\r\nlater"
+    answers = [head + chunks + b"0\r\n\r\n", head + chunks, busy, head + chunks + b"0\r\n\r\n"]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while answers:
+            got = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(got.lower().split(b"content-length: ")[1].split()[0]))
+            writer.write(answers.pop(0))
+            if len(answers) in (1, 2):
+                break
+        writer.close()
+
+    async def main() -> list[Any]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with contextlib.closing(Connection(f"http://127.0.0.1:{port}", 30)) as client:
+                return [await generate(client, {"prompt": [1]}) for _ in range(4)]
+
+    whole, broken, refused, again = asyncio.run(main())
+    for good in (whole, again):
+        assert (good.status, good.tokens, good.text) == (200, [5, 6], "ab")
+        assert good.finished == "length"
+    assert (broken.status, "IncompleteRead" in broken.error) == (0, True)
+    assert (refused.status, refused.error) == (429, "later")
+    with pytest.raises(ValueError, match="https://there"):
+        Connection("https://there")
 
 
 def test_the_example_uses_public_names_only() -> None:

@@ -201,14 +201,14 @@ class Service:
             self._give_up(front, job)
         return JSONResponse({"tokens": job.continuation.new, **_summary(job)})
 
-    async def _tokens(self, job: Job) -> AsyncIterator[pcgsvc.NewToken]:
-        """Yield a job's tokens, and count them."""
+    async def _tokens(self, job: Job) -> AsyncIterator[list[pcgsvc.NewToken]]:
+        """Yield a job's tokens, as they come, and count them."""
         started, first = time.perf_counter(), True
-        async for token in job:
+        async for tokens in job:
             if first:
                 self.first_s.observe(time.perf_counter() - started)
                 first = False
-            yield token
+            yield tokens
         self.tokens.labels("new").inc(len(job.continuation.new))
         self.total_s.observe(time.perf_counter() - started)
 
@@ -216,10 +216,11 @@ class Service:
         async for _ in self._tokens(job):
             pass
 
-    async def _events(self, job: Job) -> AsyncIterator[str]:
+    async def _events(self, job: Job) -> AsyncIterator[bytes]:
+        """Yield a job's events: a chunk for all that wait, and nothing more per token."""
         try:
-            async for token in self._tokens(job):
-                yield _event({"token": token.token, "text": token.text})
+            async for tokens in self._tokens(job):
+                yield b"".join(map(_token_event, tokens))
         except StepError as error:  # the status is sent already
             yield _event({"error": str(error)})
         else:
@@ -251,7 +252,7 @@ class Service:
 class _Events(StreamingResponse):
     """Server-sent events, and what to do when they are over, however they end."""
 
-    def __init__(self, events: AsyncIterator[str], at_end: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], at_end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._at_end = at_end
 
@@ -279,8 +280,13 @@ async def _unless_gone(work: Coroutine[Any, Any, None], request: Request) -> Non
         tasks[1].cancel()
 
 
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+def _event(value: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(value)}\n\n".encode()
+
+
+def _token_event(token: pcgsvc.NewToken) -> bytes:
+    """Return `_event` of a token; in a third of its time, since most of a stream is these."""
+    return f'data: {{"token": {token.token}, "text": {json.dumps(token.text)}}}\n\n'.encode()
 
 
 def _refusal(error: str, status: int, headers: Mapping[str, str] | None = None) -> Response:

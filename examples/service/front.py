@@ -121,16 +121,28 @@ class Job:
     """One request for a continuation; iterate over it for its tokens."""
 
     continuation: pcgsvc.Continuation
-    events: asyncio.Queue[pcgsvc.NewToken | StepError | None] = field(default_factory=asyncio.Queue)
-    """None: it is over."""
     cancelled: bool = False
+    _events: list[pcgsvc.NewToken | StepError | None] = field(default_factory=list)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def __aiter__(self) -> AsyncIterator[pcgsvc.NewToken]:
-        """Yield its tokens; raise what the step of one of them raised."""
-        while (event := await self.events.get()) is not None:
-            if isinstance(event, StepError):
-                raise event
-            yield event
+    def put(self, event: pcgsvc.NewToken | StepError | None) -> None:
+        """Take a token, an error that ends it, or None: it is over. On the loop only."""
+        self._events.append(event)
+        self._wake.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[pcgsvc.NewToken]]:
+        """Yield its tokens, all that wait at once; raise what the step of one of them raised."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            events, self._events = self._events, []
+            tokens = [event for event in events if isinstance(event, pcgsvc.NewToken)]
+            if tokens:
+                yield tokens
+            if isinstance(events[-1], StepError):
+                raise events[-1]
+            if events[-1] is None:
+                return
 
 
 class GenerateFront(_Front[Job]):
@@ -225,11 +237,11 @@ class GenerateFront(_Front[Job]):
         self._jobs.clear()
 
     def _hand_out(self, events: list[tuple[Job, Any]]) -> None:
-        """Put events into their queues, which are the loop's: one call for all of a step."""
+        """Give events to their jobs, which are the loop's: one call for all of a step."""
 
         def put() -> None:
             for job, event in events:
-                job.events.put_nowait(event)
+                job.put(event)
 
         if events:
             self._loop.call_soon_threadsafe(put)
