@@ -187,6 +187,7 @@ class Workspace:
         """Return a context without padding; buffers of its own if the static ones are short."""
         rows, reqs = batch.num_tokens, len(batch.query_lens)
         step, self._step = self.step, None
+        self._next_step = None
         if rows > step.max_tokens or reqs > step.max_reqs:
             step = self.step_buffers(max(rows, step.max_tokens), max(reqs, step.max_reqs))
         step.fill(batch, rows)
