@@ -1,7 +1,8 @@
-"""Every call of CUDA's driver that pcgsvc makes by itself; needs the package `cuda-bindings`.
+"""Every call of CUDA's driver and of NVRTC that pcgsvc makes by itself; needs `cuda-bindings`.
 
-In and out: raw handles (ints, as torch gives them), and kernel launches as plain values. Knows
-nothing of tensors' owners, ops or entries. `tests/test_cuda_driver.py` has a test per call.
+In and out: raw handles (ints, as torch gives them), sources of kernels, and their launches as plain
+values. Knows nothing of tensors' owners, ops or entries. `tests/test_cuda_driver.py` has a test per
+call.
 
 torch makes graphs that it captured; it does not join them, nor change their nodes. What is joined
 here is a copy: torch's graphs keep their own executables.
@@ -91,19 +92,21 @@ class Driver:
         Raises:
             DriverError: NVRTC is missing or does not compile it.
         """
-        module = self.call("cuModuleLoadData", self._compiled(source))
+        module = self.call("cuModuleLoadData", self._compiled(source, name))
         weakref.finalize(self, self.bindings.cuModuleUnload, module).atexit = False
         return int(self.call("cuModuleGetFunction", module, name.encode()))
 
-    def _compiled(self, source: str) -> bytes:
-        """Return the code of a CUDA C++ source for the current device."""
+    def _compiled(self, source: str, name: str) -> bytes:
+        """Return the code of a CUDA C++ source for the current device; errors call it by name."""
         kinds, parts = self.bindings.CUdevice_attribute, ("MAJOR", "MINOR")
         wanted = [getattr(kinds, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{p}") for p in parts]
         device = self.call("cuCtxGetDevice")
         major, minor = (self.call("cuDeviceGetAttribute", kind, device) for kind in wanted)
         option = f"--gpu-architecture=sm_{major}{minor}".encode()
         try:
-            program = self._nvrtc_call("nvrtcCreateProgram", source.encode(), b"copy.cu", 0, [], [])
+            program = self._nvrtc_call(
+                "nvrtcCreateProgram", source.encode(), f"{name}.cu".encode(), 0, [], []
+            )
             try:
                 self._nvrtc_call("nvrtcCompileProgram", program, 1, [option])
                 code = bytes(self._nvrtc_call("nvrtcGetCUBINSize", program))

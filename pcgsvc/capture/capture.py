@@ -316,7 +316,7 @@ class _Recorder:
         try:
             return with_copies(steps, composer, inputs, metadata, results)
         except DriverError as error:
-            logger.debug("calls of %s rows copy outside of its graphs: %s", size, error)
+            logger.info("calls of size %s copy outside of its graphs: %s", size, error)
             return None
 
     def _joined(self, entry: Entry, parts: Sequence[Step | Boundary]) -> Joined:

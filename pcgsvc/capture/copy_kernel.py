@@ -1,6 +1,7 @@
 """A kernel that copies several pieces of memory, for graphs.
 
-In: nothing. Out: its CUDA C++ source, and the launch of it. Knows nothing of what is copied.
+In: how many bytes at the most. Out: its CUDA C++ source, and launches of it once it is loaded.
+Knows nothing of what is copied.
 """
 
 from __future__ import annotations

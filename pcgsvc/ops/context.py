@@ -133,7 +133,7 @@ class ForwardContext:
     ) -> ForwardContext:
         """Return the context of another step over the same device tensors; this one stays.
 
-        In a third of the constructor's time: each call of a runner with metadata makes one.
+        In half of the constructor's time: each call of a runner with metadata makes one.
         """
         new = ForwardContext.__new__(ForwardContext)
         new.in_segment = False
