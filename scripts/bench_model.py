@@ -142,6 +142,28 @@ def measure(
     }
 
 
+_CACHES = 1 << 21
+"""Float64 numbers that are written between two cold runs: more than the processor's caches hold."""
+
+
+def alone(run: Callable[[], Any], repeats: int = 300) -> dict[str, float]:
+    """Return median host µs of a part of a call: in a loop, and with the caches emptied before."""
+    between, sync = torch.zeros(_CACHES, dtype=torch.float64), torch.cuda.synchronize
+    found: dict[str, float] = {}
+    for kind, count in (("loop_us", 4 * repeats), ("cold_us", repeats)):
+        times = []
+        for at in range(count + 20):
+            if kind == "cold_us":
+                between.add_(1)
+            elif at % 200 == 0 and torch.cuda.is_available():
+                sync()  # launches of many queue up
+            started = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - started)
+        found[kind] = round(1e6 * statistics.median(times[20:]), 2)
+    return found
+
+
 # ---- what is timed -------------------------------------------------------------------------------
 
 
