@@ -13,7 +13,7 @@ from ranks_helpers import launch
 from torch import distributed
 
 import pcgsvc
-from pcgsvc.config import Config, ModelConfig, ParallelConfig
+from pcgsvc.config import Config, Job, ModelConfig, ParallelConfig
 from pcgsvc.errors import ConfigError
 from pcgsvc.events import Silent
 from pcgsvc.jobs.plan.planner import plan
@@ -271,6 +271,27 @@ def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"got 1, .* torchrun has started 4"):
         check_launch(Config(device="cpu"))
     check_launch(Config(parallel=ParallelConfig(tensor=4), device="cpu"))
+
+
+@pytest.mark.parametrize(("world", "devices"), [(2, 0), (2, 1), (4, 3)])
+def test_several_processes_need_a_device_each(
+    monkeypatch: pytest.MonkeyPatch, world: int, devices: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    place = {"RANK": "0", "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
+    for name, value in {**place, "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    # Where torch has no CUDA, a job that only looks is as far as the device lets one come.
+    config = Config(job=Job.DOCTOR, parallel=ParallelConfig(tensor=world), device="cuda")
+    with pytest.raises(ConfigError, match=f"which has {devices} CUDA devices; each process needs"):
+        check_launch(config)
+
+
+def test_whether_one_process_has_its_device_is_said_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    check_launch(Config(job=Job.DOCTOR, device="cuda"))
 
 
 def test_a_group_of_another_size_or_none_is_refused(

@@ -69,7 +69,7 @@ def check_launch(config: Config) -> None:
         )
     here = torch.cuda.device_count() if device_of(config).type == "cuda" else world
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if local > here:
+    if local > max(1, here):  # whether the one device of one process is there is not asked here
         raise ConfigError(
             f"parallel.tensor: got {world}, with {local} processes on this machine, which has "
             f"{here} CUDA devices; each process needs one of its own."
