@@ -469,8 +469,11 @@ REASONS = {
     "Python outside breaks runs once": {"aliasing split"},
     ", at capture it gave ": {"aliasing split"},
     " share memory (": {"aliasing split", "in-place", "view", "transposed"},
+    "non-contiguous `out=` tensor": {"out="},
 }
 """Refusals by a part of their message, with the statements of which one must be in the model.
+
+`out=` is a kind of in-place statement; Dynamo takes none whose tensor is a view with gaps.
 
 That the compiler gets a region wrong is not among them: it is a fault, if not of ours.
 """
@@ -479,11 +482,12 @@ That the compiler gets a region wrong is not among them: it is a fault, if not o
 def is_explained(drawn: Drawn, outcome: Outcome) -> bool:
     """Whether a model holds what it is refused for."""
     reasons = REASONS.get(outcome.reason, set())
+    written = {"out="} if any("out=" in line for line in drawn.body) else set()
     if (
         drawn.strategy != "breakable"
     ):  # a branch on the size is known, and the module runs other sizes
         reasons = reasons - {"branch on the size"}
-    return bool(reasons & drawn.what)
+    return bool(reasons & (drawn.what | written))
 
 
 def try_model(

@@ -27,9 +27,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("service")
-    words = "model=llama model.num_layers=2 compiler=eager device=cpu capture.self_check=false "
-    words += "attention.block_size=4 attention.max_model_len=64 attention.max_num_reqs=4 "
-    words += "capture.sizes=[1,4,16]"
+    words = "model=llama model.num_layers=2 model.max_position=1024 compiler=eager device=cpu "
+    words += "attention.block_size=4 attention.max_model_len=1024 attention.max_num_reqs=4 "
+    words += "capture.sizes=[1,4,16] capture.self_check=false"
     with serving(
         folder / "cache", folder / "log", words, max_waiting=16, max_body=50_000
     ) as server:
@@ -99,7 +99,7 @@ def test_sampling_is_the_request_s(server: Server) -> None:
         ({"prompt": [1, 512]}, 422, "got token 512"),
         ({"prompt": [1.5]}, 422, "valid integer"),
         ({"prompt": "text"}, 422, "no tokenizer"),
-        ({"prompt": [1] * 60, "max_new_tokens": 5}, 422, "max_model_len=64"),
+        ({"prompt": [1] * 1020, "max_new_tokens": 5}, 422, "max_model_len=1024"),
         ({"prompt": [1], "max_new_tokens": 0}, 422, "max_new_tokens: got 0"),
         ({"prompt": [1], "max_new_tokens": 5000}, 422, "got 5000; at most 1024"),
         ({"prompt": [1], "temperature": -1}, 422, "temperature: got -1"),
@@ -144,12 +144,12 @@ def test_what_is_no_json_or_ends_early_is_refused(server: Server) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_and_blocks(server: Server, stream: bool) -> None:
     before = server.metrics()["service_cancelled_total"]
-    body = json.dumps({"prompt": [1], "max_new_tokens": 60, "stream": stream}).encode()
+    body = json.dumps({"prompt": [1], "max_new_tokens": 1000, "stream": stream}).encode()
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n".encode()
     port = int(server.url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.sendall(head + b"Content-Type: application/json\r\n\r\n" + body)
-        wait_for(lambda: not is_idle(server), pause_s=0)  # it is over in a tenth of a second
+        wait_for(lambda: not is_idle(server), pause_s=0)  # a thousand steps are to come
     wait_for(lambda: is_idle(server))
     assert server.metrics()["service_cancelled_total"] == before + 1
 
