@@ -158,6 +158,39 @@ def test_a_step_that_raises_can_be_tried_again(
     assert one.new == wanted([[5, 6, 7]], 3)[0]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_meanwhile_is_called_once_a_step_where_the_device_has_work_next_or_already(
+    runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    order: list[str | int] = []
+    monkeypatch.setattr(runner._calls.counts, "listeners", [lambda _: order.append("call")])
+    with Slots(runner, max_requests=1, max_step_tokens=4) as slots:
+        monkeypatch.setattr(slots, "_is_async", is_async)  # as on CUDA
+        one = slots.prepare(list(range(1, 7)), 3)
+        slots.start(one)
+        given = [slots.step(lambda: order.append(len(one.new))) for _ in range(4)]
+        assert slots.step(lambda: order.append("nothing runs")) == []
+    assert [len(tokens) for tokens in given] == [0, 1, 1, 1]
+    assert one.new == wanted([list(range(1, 7))], 3)[0]
+    seen = [0, 0, 1, 2]
+    assert order == [what for n in seen for what in (("call", n) if is_async else (n, "call"))]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_meanwhile_that_raises_leaves_the_step_to_be_tried_again(
+    runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    with Slots(runner) as slots:
+        monkeypatch.setattr(slots, "_is_async", is_async)
+        one = slots.prepare([5, 6, 7], 3)
+        slots.start(one)
+        while slots.running:
+            with pytest.raises(ZeroDivisionError):
+                slots.step(lambda: 1 / 0)
+            slots.step()
+    assert one.new == wanted([[5, 6, 7]], 3)[0]
+
+
 def test_an_iterator_that_is_dropped_gives_everything_back(runner: pcgsvc.Runner) -> None:
     steps = runner.stream([5, 6, 7], 10)
     assert [next(steps).token for _ in range(3)] == wanted([[5, 6, 7]], 10)[0][:3]

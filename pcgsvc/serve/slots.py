@@ -11,7 +11,7 @@ import contextlib
 import math
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,6 +129,8 @@ class Slots:
                 "(pcgsvc.load), or call the runner itself."
             )
         self._runner, self._geometry, self._blocks = runner, geometry, runner.blocks
+        self._is_async = runner.memory.device.type == "cuda"
+        """Whether a call of the runner returns before its work is done."""
         self._tokenizer = bundle.tokenizer
         self._vocab_size = math.inf if bundle.vocab_size is None else bundle.vocab_size
         self.sampling = bundle.sampling or Sampling()
@@ -253,11 +255,16 @@ class Slots:
 
     # -- steps --
 
-    def step(self) -> list[NewToken]:
+    def step(self, meanwhile: Callable[[], object] | None = None) -> list[NewToken]:
         """Run one step of all that is running; empty where nothing is, or only chunks ran.
 
         A continuation that is over has let go of its slot. What raises leaves everything as it was:
         the same step may be tried again.
+
+        Args:
+            meanwhile: called once in a step that runs something, under the runner's lock, when
+                other threads delay the device least: on CUDA once the step is launched, before its
+                tokens are waited for; on the CPU, where a call ends with its work, before it.
 
         Raises:
             PcgError: as a call of the runner raises.
@@ -270,7 +277,7 @@ class Slots:
             span("pcgsvc.step", requests=len(rows), num_tokens=sum(count for _, count in rows)),
             self._runner.lock,  # until the tokens are read: results may alias graph memory
         ):
-            ids = self._run(rows, at_end)
+            ids = self._run(rows, at_end, meanwhile)
         for continuation, count in rows:
             continuation._done += count
         given = [
@@ -292,7 +299,12 @@ class Slots:
                 rows.append((continuation, count))
         return rows
 
-    def _run(self, rows: Sequence[tuple[Continuation, int]], at_end: Sequence[int]) -> list[int]:
+    def _run(
+        self,
+        rows: Sequence[tuple[Continuation, int]],
+        at_end: Sequence[int],
+        meanwhile: Callable[[], object] | None,
+    ) -> list[int]:
         ids: list[int] = []
         positions: list[int] = []
         lens: list[int] = []
@@ -307,11 +319,19 @@ class Slots:
             seq_lens=lens,
             block_tables=self._tables[[c._slot for c, _ in rows], :width],
         )
+        ends = None
+        if len(at_end) < len(ids):  # copied first: after the launch, a copy would wait for it
+            last_rows = torch.from_numpy(np.cumsum(batch.query_lens)[at_end] - 1)
+            ends = last_rows.to(self._runner.memory.device)
+        if meanwhile is not None and not self._is_async:
+            meanwhile()
         logits = self._logits([torch.tensor(ids), torch.tensor(positions)], batch)
+        if meanwhile is not None and self._is_async:
+            meanwhile()
         if not at_end:
             return []
-        device, ends = logits.device, np.cumsum(batch.query_lens)[at_end] - 1
-        return choose(logits[torch.from_numpy(ends).to(device)], [rows[at][0] for at in at_end])
+        chosen = logits if ends is None else logits[ends]
+        return choose(chosen, [rows[at][0] for at in at_end])
 
     def _logits(self, inputs: Sequence[torch.Tensor], batch: Batch) -> torch.Tensor:
         """Run a step; one of a token each, which comes again and again, by a prepared call."""
