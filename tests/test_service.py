@@ -249,6 +249,62 @@ def test_texts_of_concurrent_requests_share_calls_and_one_bad_one_spoils_none() 
     assert calls[0] == ["a", "bb", "ccc", "long", "d"]
 
 
+@pytest.mark.parametrize("then", ["others are cancelled", "a step raises", "nothing runs"])
+def test_what_a_step_gave_is_handed_out_whatever_follows(
+    monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    from generate_helpers import load as load_runner
+    from service.front import GenerateFront, Job, StepError
+
+    import pcgsvc
+
+    real, jobs, steps = pcgsvc.Slots.step, list[Job](), 0
+
+    def step(self: Any, meanwhile: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3 and then == "a step raises":
+            raise RuntimeError("lost")
+        return real(self, meanwhile)
+
+    async def read(job: Job) -> Any:
+        got: list[int] = []
+        try:
+            async for tokens in job:
+                got += [token.token for token in tokens]
+        except StepError as error:
+            return got, str(error)
+        return got
+
+    async def main(runner: pcgsvc.Runner) -> list[Any]:
+        def after_step(_: float) -> None:
+            if steps == 2 and then == "others are cancelled":
+                front.cancel(jobs[1])
+
+        front = GenerateFront(runner, slots=2, max_waiting=2, window_s=0.1, on_step=after_step)
+        news = (2, 2 if then == "nothing runs" else 4)
+        jobs.extend(front.submit([9], new, front.sampling) for new in news)
+        try:
+            whole = jobs[:1] if then == "others are cancelled" else jobs
+            return await asyncio.wait_for(asyncio.gather(*map(read, whole)), 60)
+        finally:
+            await front.close()
+
+    monkeypatch.setattr(pcgsvc.Slots, "step", step)
+    with load_runner() as runner:
+        got = asyncio.run(main(runner))
+    two = wanted([[9]], 2)[0]
+    failed = (two, "RuntimeError: lost")
+    assert (
+        got
+        == {
+            "others are cancelled": [two],
+            "a step raises": [two, failed],
+            "nothing runs": [two, two],
+        }[then]
+    )
+
+
 def test_tokens_that_wait_together_come_at_once_and_what_ends_them_after_them() -> None:
     from service.front import Job, StepError
 

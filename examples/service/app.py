@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import shlex
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
@@ -347,7 +348,11 @@ REASONS: tuple[tuple[type[Exception], int], ...] = (
 
 def create_app() -> FastAPI:
     """Return the application; the environment says what it serves."""
-    return app_of(Service(Settings.from_env()))
+    app = app_of(Service(Settings.from_env()))
+    # Of the whole process: while the loop is busy, as with a flood of requests to refuse, the step
+    # thread waits this long for Python's lock after each call into torch. By default it is 5 ms.
+    sys.setswitchinterval(0.0001)
+    return app
 
 
 def app_of(service: Service) -> FastAPI:

@@ -166,6 +166,7 @@ class GenerateFront(_Front[Job]):
         self._slots = pcgsvc.Slots(runner, max_requests=slots)
         self._on_step = on_step
         self._jobs: dict[pcgsvc.Continuation, Job] = {}
+        self._events: list[tuple[Job, pcgsvc.NewToken | StepError | None]] = []
         super().__init__("generate", max_waiting, window_s)
 
     @property
@@ -203,19 +204,20 @@ class GenerateFront(_Front[Job]):
             del self._jobs[job.continuation]
         self._admit()
         if not self._slots.running:
+            self._hand_out()
             time.sleep(self._window_s)  # all were cancelled, or others hold the KV blocks
             return
         started = time.perf_counter()
-        tokens = self._slots.step()
+        tokens = self._slots.step(self._hand_out)  # what the last step gave, while this one runs
         self._on_step(time.perf_counter() - started)
-        events: list[tuple[Job, Any]] = []
         for token in tokens:
             job = self._jobs[token.continuation]
-            events.append((job, token))
+            self._events.append((job, token))
             if token.continuation.finished is not None:
-                events.append((job, None))
+                self._events.append((job, None))
                 del self._jobs[token.continuation]
-        self._hand_out(events)
+        if not self._slots.running:  # no step follows
+            self._hand_out()
 
     def _admit(self) -> None:
         """Start what waits, in order, as long as there are slots and KV blocks."""
@@ -233,11 +235,16 @@ class GenerateFront(_Front[Job]):
 
     def _fail(self, error: StepError) -> None:
         self._slots.close()
-        self._hand_out([(job, error) for job in self._jobs.values()])
+        self._events += [(job, error) for job in self._jobs.values()]
         self._jobs.clear()
+        self._hand_out()
 
-    def _hand_out(self, events: list[tuple[Job, Any]]) -> None:
-        """Give events to their jobs, which are the loop's: one call for all of a step."""
+    def _hand_out(self) -> None:
+        """Give the last step's events to their jobs, which are the loop's: one call for all.
+
+        The loop takes Python's lock to write them, and so would hold up the next step's launch.
+        """
+        events, self._events = self._events, []
 
         def put() -> None:
             for job, event in events:
