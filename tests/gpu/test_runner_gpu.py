@@ -262,6 +262,20 @@ def test_replaced_weights_are_refused_and_weights_written_in_place_count() -> No
             _ = [call() for call in calls]
 
 
+def test_meanwhile_is_called_between_a_step_s_launch_and_its_tokens() -> None:
+    order: list[str] = []
+    with pcgsvc.load_runner(["model=llama", "compiler=eager", SIZES]) as runner:
+        whole = runner.generate([[5, 6, 7]], 3, return_ids=True)
+        runner.time_calls(lambda _: order.append("launched"))
+        with pcgsvc.Slots(runner, max_requests=1) as slots:
+            one = slots.prepare([5, 6, 7], 3)
+            slots.start(one)
+            while slots.running:
+                slots.step(lambda: order.append("meanwhile"))
+    assert [one.new] == whole
+    assert order == ["launched", "meanwhile"] * 3
+
+
 def test_varlen_attention_is_never_captured_whole() -> None:
     with pcgsvc.load_runner(["model=llama", "attention=varlen", "mode=full", SIZES]) as runner:
         assert runner.report["mode"]["resolved"] == "piecewise"
