@@ -215,26 +215,20 @@ def current_context() -> ForwardContext:
     return context
 
 
-def find_context() -> ForwardContext | None:
-    """Return the context of the step that is running in this thread, or None."""
-    return _CONTEXT.get()
+find_context = _CONTEXT.get
+"""Returns the context of the step that is running in this thread, or None."""
 
-
-def set_context(context: ForwardContext) -> contextvars.Token[ForwardContext | None]:
-    """Make `context` the current one of this thread until `reset_context`."""
-    return _CONTEXT.set(context)
-
-
-def reset_context(token: contextvars.Token[ForwardContext | None]) -> None:
-    """Undo a `set_context`."""
-    _CONTEXT.reset(token)
+set_context = _CONTEXT.set
+"""Makes a context, or None, the current one of this thread. In a `finally` no interrupt comes
+before it, as one may where a function of Python's begins."""
 
 
 @contextlib.contextmanager
 def use_context(context: ForwardContext) -> Iterator[ForwardContext]:
     """Make `context` the current one of this thread for a block."""
-    token = _CONTEXT.set(context)
+    before = find_context()
     try:
+        set_context(context)
         yield context
     finally:
-        _CONTEXT.reset(token)
+        set_context(before)
