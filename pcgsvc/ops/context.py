@@ -109,7 +109,7 @@ class ForwardContext:
         self._query_lens = query_lens
         self._seq_lens = seq_lens_host
         self._block_tables = block_tables_host
-        self._extras = extras or {}
+        self._extras = {} if extras is None else extras  # the object, empty or not: it may change
         self.slot_mapping = slot_mapping
         self.token_to_req = token_to_req
         self.kv_lens = kv_lens
@@ -145,7 +145,7 @@ class ForwardContext:
         new._query_lens = query_lens
         new._seq_lens = seq_lens_host
         new._block_tables = block_tables_host
-        new._extras = extras or {}
+        new._extras = {} if extras is None else extras
         new.slot_mapping = self.slot_mapping
         new.token_to_req = self.token_to_req
         new.kv_lens = self.kv_lens
