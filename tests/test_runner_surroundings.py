@@ -66,6 +66,21 @@ def test_a_runner_built_under_inference_mode_is_as_any_other() -> None:
             torch.testing.assert_close(got, plain(module, rows(size)))
 
 
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_function_that_torch_compiles_may_call_a_runner(batch: bool) -> None:
+    @torch.compile(backend="eager")
+    def twice(x: torch.Tensor) -> Any:
+        given = pcgsvc.Batch(query_lens=[x.shape[0]]) if batch else None
+        return runner(x * 2, batch=given) * 2
+
+    module = toy(1)
+    with build(module) as runner:
+        for size in (3, 4, 7, 20, 3):
+            x = rows(size)
+            torch.testing.assert_close(twice(x), plain(module, x * 2) * 2)
+        assert runner.stats()["hits"] == {"piecewise:4": 3, "piecewise:8": 1}
+
+
 def test_calls_from_eight_threads_are_each_right(shared: pcgsvc.Runner) -> None:
     """A10."""
     inputs = [rows(1 + at % 12, seed=at) for at in range(64)]

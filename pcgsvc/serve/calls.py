@@ -136,8 +136,11 @@ class Calls:
     def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """Make a call under the lock, not inside another, without gradients; tell listeners.
 
-        The caller's context and grad mode are put back, wherever an interrupt comes.
+        The caller's context and grad mode are put back, wherever an interrupt comes. A function
+        that torch compiles breaks its graph here: what a call does on the host is not traced.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(self.guarded)(call, *args)
         with self.lock:
             self.refuse_nested()
             grad, context = torch.is_grad_enabled(), find_context()
