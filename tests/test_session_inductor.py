@@ -34,6 +34,19 @@ def test_inductor_pieces_replay_what_the_module_gives(inductor: tuple[Any, Any])
 
 
 @pytest.mark.slow
+def test_generated_code_reads_an_input_that_is_to_be_negated_as_it_reads(
+    inductor: tuple[Any, Any],
+) -> None:
+    module, runner = inductor
+    for size in (5, 20):  # of a graph, and without one
+        x = torch.view_as_complex(rows(size, 2 * WIDTH).view(size, WIDTH, 2)).conj().imag
+        assert x.is_neg()
+        for given in (x, torch._neg_view(rows(size))):
+            wanted = plain(module, given.clone())
+            torch.testing.assert_close(runner(given), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_an_inductor_piece_that_only_writes_is_replayed() -> None:
     class Writes(nn.Module):
         state: torch.Tensor
