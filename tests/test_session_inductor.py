@@ -116,6 +116,28 @@ def test_inductor_refuses_a_view_of_what_its_region_writes_and_a_splitting_op_th
         build(forward, compiler="inductor", sizes=[8])
 
 
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_buffer_that_negates_on_reading_is_read_so_or_refused_by_name(compiler: str) -> None:
+    class Negated(nn.Module):
+        k: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("k", torch._neg_view(rows(1)[0]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return attended(x) * self.k
+
+    module = Negated().eval()
+    assert module.k.is_neg()
+    if compiler == "inductor":
+        with pytest.raises(PcgError, match=r"_k_? is a view that negates .* \.resolve_neg\(\)"):
+            build(module, compiler=compiler, self_check=False)
+        return
+    with build(module, compiler=compiler) as runner:
+        torch.testing.assert_close(runner(rows(3)), plain(module, rows(3)))
+
+
 @pytest.mark.slow
 def test_an_inductor_option_that_does_not_exist_names_the_piece() -> None:
     from core_helpers import make_config
