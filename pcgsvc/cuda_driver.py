@@ -114,7 +114,7 @@ class Driver:
             finally:
                 self._nvrtc_call("nvrtcDestroyProgram", program)
         except RuntimeError as error:  # cuda-bindings' own, where the library is missing
-            raise DriverError(f"NVRTC: {error}") from error
+            raise DriverError(f"NVRTC, {name}: {error}") from error
         return code
 
     def _nvrtc_call(self, name: str, *args: Any) -> Any:

@@ -801,9 +801,9 @@ def is_external_stream(stream: torch.cuda.Stream) -> bool:
     return stream.stream_id != 0 and stream.stream_id % 2 == 0
 
 
-def set_grad(enabled: bool) -> None:
-    """Turn gradients on or off for this thread; `torch.set_grad_enabled` without its object."""
-    torch._C._set_grad_enabled(enabled)
+set_grad: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Turns gradients on or off for this thread; no interrupt comes before it, as in a function of
+Python's."""
 
 
 def copy_all(targets: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

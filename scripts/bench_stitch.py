@@ -38,7 +38,7 @@ from pcgsvc.capture.stitch import Joined, Stitched
 from pcgsvc.config import Mode
 from pcgsvc.cuda_driver import Launch
 from pcgsvc.forward.batch import check_batch
-from pcgsvc.ops.context import ForwardContext, reset_context, set_context, use_context
+from pcgsvc.ops.context import ForwardContext, set_context, use_context
 from pcgsvc.ops.launches import triton_launch
 from pcgsvc.serve.runner import Runner
 
@@ -142,10 +142,10 @@ def measure(steps: Sequence[Callable[[], Any]], given: Sequence[Any]) -> dict[st
     turn = itertools.cycle(given)
 
     def run() -> None:
-        token = set_context(next(turn))
+        set_context(next(turn))
         for step in steps:
             step()
-        reset_context(token)
+        set_context(None)
 
     for _ in range(10):
         run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from core_helpers import WIDTH, make_config, plain, rows, toy, verified
 
 import pcgsvc
+from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.config import Strategy
 from pcgsvc.errors import (
     CaptureError,
@@ -214,20 +215,27 @@ def test_the_largest_submodules_without_a_break_are_chosen_and_compiled() -> Non
     assert names == ["mlp"]  # a single layer of torch's own has nothing to fuse
     made = []
 
-    def compile_piece(piece: Any) -> Any:
-        from pcgsvc.compilers.eager import EagerPiece
+    class Generated(EagerPiece):
+        """A piece whose code reads memory as it was traced to lie."""
 
+        def __call__(self, *args: Any) -> Sequence[Any]:
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            assert all(a.is_contiguous() and not a.is_neg() for a in tensors)
+            return super().__call__(*args)
+
+    def compile_piece(piece: Any) -> Any:
         made.append(piece)
-        return EagerPiece(piece.document)
+        return Generated(piece.document)
 
     forwards, warnings = compile_submodules(model, names, calls[0], calls[1], compile_piece)
     assert (len(made), warnings) == (1, [])
-    x = rows(5)
-    wanted = model(x)
-    with in_place(model, forwards):
-        assert "forward" in vars(model.mlp)
-        assert torch.equal(model(x), wanted)
-    assert "forward" not in vars(model.mlp)
+    given = [rows(5), rows(10)[::2], rows(WIDTH, 5).t(), torch._neg_view(rows(5)), rows(1)]
+    for x in (*given, rows(1).expand(5, -1)):
+        wanted = model(x)
+        with in_place(model, forwards):
+            assert "forward" in vars(model.mlp)
+            torch.testing.assert_close(model(x), wanted)
+        assert "forward" not in vars(model.mlp)
 
 
 # ---- state that is no buffer, inputs, results ----------------------------------------------------

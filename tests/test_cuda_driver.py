@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import struct
@@ -20,7 +21,7 @@ from model_helpers import make_context
 from pcgsvc.capture import stitch
 from pcgsvc.capture.cuda_composer import CudaComposer
 from pcgsvc.capture.recorded import RecordedComposer
-from pcgsvc.capture.sources import Boundary
+from pcgsvc.capture.sources import Boundary, Copying, Source
 from pcgsvc.cuda_driver import (
     Composition,
     Driver,
@@ -96,7 +97,8 @@ def test_a_source_that_cannot_be_compiled_is_a_driver_error(why: str) -> None:
         nvrtc.fails["nvrtcCompileProgram"] = real.CUresult.CUDA_ERROR_INVALID_SOURCE
     else:
         nvrtc.nvrtcCreateProgram = missing  # type: ignore[method-assign]
-    with pytest.raises(DriverError, match="INVALID_SOURCE" if why == "refused" else "no libnvrtc"):
+    said = "nvrtcCompileProgram: .*INVALID_SOURCE" if why == "refused" else "no libnvrtc"
+    with pytest.raises(DriverError, match=f"NVRTC, its_name: {said}"):
         Driver(FakeBindings(), nvrtc).compile("its source", "its_name")
 
 
@@ -474,6 +476,33 @@ def test_random_steps_of_a_stitched_entry_launch_what_its_pieces_launch(alike: b
                 assert repr(entry.ran) == wanted, seed
         fallbacks += sum(joined.fallbacks.values())
     assert fallbacks > 100
+
+
+def test_copies_of_a_step_that_was_interrupted_are_set_in_no_executable_that_was_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    entry = Entry(random.Random(0), 2, alike=False)
+    with use_context(make_context(None, [2, 1])):
+        (stitched,) = stitch.join([], entry.parts, entry.composer, auto=False).stitched
+        copies = [("copy", (1, 1, 1), 1, 2, 3)]
+        copy = entry.device.fake.kernel("qqq", lambda *args: entry.ran.append(("copy", *args)))
+        copying = Copying(Launch(copy, (1, 1, 1), (32, 1, 1), 0, (0, 0, 0)))
+        stitched.enclose(copying, None)
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(Source, "composed", interrupted)
+                with contextlib.suppress(KeyboardInterrupt):  # nothing of it stays alive
+                    stitched._compose()
+            copying.set((1, 2, 3))
+            entry.ran.clear()
+            stitched.run()
+            assert entry.ran[:1] == copies
+            stitched()
+            assert entry.ran.count(copies[0]) == 1
+    assert len(entry.device.fake.executables) == 1
 
 
 def test_a_capture_whose_kernels_cannot_be_read_frees_its_graph() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from core_helpers import WIDTH, build
 from generate_helpers import load
 
 import pcgsvc
@@ -232,3 +233,33 @@ def test_whatever_callers_do_results_are_those_of_an_uncaptured_runner(
         for got, before in caller.kept:
             assert torch.equal(got, before)
         assert len(runner.stats()["hits"]) >= 3
+
+
+@pcgsvc.splitting_op("randomcalls::scaled", mutates_args=("out",), support="never")
+def scaled(x: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mul(x, pcgsvc.current_context().extras.get("scale", 1), out=out)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    torch.ops.randomcalls.scaled(x + 1, out)
+    return out
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("way", ["batch", "checked", "prepared"])
+def test_extras_that_the_caller_fills_in_later_are_seen(way: str, rows: int) -> None:
+    with build(scale, sizes=[4]) as runner:
+        batch, x = Batch(query_lens=[rows]), torch.ones(rows, WIDTH)
+        extras: Any = batch.extras
+        prepared = runner.prepare(rows, batch) if way == "prepared" and rows < 4 else None
+        given: Any = check_batch(batch, rows, None) if way == "checked" else batch
+        for factor in (1, 3, 5):
+            if prepared is None:
+                got = runner(x, batch=given)
+            else:
+                prepared.update(batch)
+                prepared.inputs["x"].copy_(x)
+                got = prepared.step()
+            assert (got == 2 * factor).all()
+            extras["scale"] = factor + 2

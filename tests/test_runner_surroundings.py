@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
+import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,10 +19,8 @@ from torch import nn
 
 import pcgsvc
 from pcgsvc import torch_private
-from pcgsvc.errors import (
-    PcgError,
-    StaleAddressError,
-)
+from pcgsvc.errors import PcgError, StaleAddressError
+from pcgsvc.ops.context import find_context
 
 # ---- surroundings --------------------------------------------------------------------------------
 
@@ -63,6 +64,21 @@ def test_a_runner_built_under_inference_mode_is_as_any_other() -> None:
             got = runner(rows(size))
             assert got.dtype is torch.float32
             torch.testing.assert_close(got, plain(module, rows(size)))
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_function_that_torch_compiles_may_call_a_runner(batch: bool) -> None:
+    @torch.compile(backend="eager")
+    def twice(x: torch.Tensor) -> Any:
+        given = pcgsvc.Batch(query_lens=[x.shape[0]]) if batch else None
+        return runner(x * 2, batch=given) * 2
+
+    module = toy(1)
+    with build(module) as runner:
+        for size in (3, 4, 7, 20, 3):
+            x = rows(size)
+            torch.testing.assert_close(twice(x), plain(module, x * 2) * 2)
+        assert runner.stats()["hits"] == {"piecewise:4": 3, "piecewise:8": 1}
 
 
 def test_calls_from_eight_threads_are_each_right(shared: pcgsvc.Runner) -> None:
@@ -207,6 +223,36 @@ def test_an_interrupt_at_the_start_of_a_call_does_not_leave_it_running(
         shared(rows(3))
     assert torch.equal(shared(rows(3)), wanted)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("size", [3, 20])
+def test_an_interrupt_anywhere_in_a_call_leaves_the_next_one_and_its_surroundings_right(
+    shared: pcgsvc.Runner, size: int
+) -> None:
+    """Signals are handled where a Python function begins, and after a call of a C function."""
+    x, at = rows(size), 0
+    wanted, hooks = shared(x), sys.getprofile()
+    while True:
+        at += 1
+        left = itertools.count(-at, 1)
+
+        def interrupt(frame: Any, event: str, arg: Any, left: Iterator[int] = left) -> None:
+            if event in ("call", "c_return") and next(left) == -1:
+                raise KeyboardInterrupt
+
+        try:
+            sys.setprofile(interrupt)
+            shared(x)
+            if next(left) < 0:
+                break  # all places are done
+        except KeyboardInterrupt:
+            sys.setprofile(hooks)
+            assert find_context() is None
+            assert torch.is_grad_enabled()
+            assert torch.equal(shared(x), wanted)
+        finally:
+            sys.setprofile(hooks)
+    assert at > 30
 
 
 def test_a_call_whose_copy_fails_leaves_no_rows_behind() -> None:

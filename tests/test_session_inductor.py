@@ -34,6 +34,19 @@ def test_inductor_pieces_replay_what_the_module_gives(inductor: tuple[Any, Any])
 
 
 @pytest.mark.slow
+def test_generated_code_reads_an_input_that_is_to_be_negated_as_it_reads(
+    inductor: tuple[Any, Any],
+) -> None:
+    module, runner = inductor
+    for size in (5, 20):  # of a graph, and without one
+        x = torch.view_as_complex(rows(size, 2 * WIDTH).view(size, WIDTH, 2)).conj().imag
+        assert x.is_neg()
+        for given in (x, torch._neg_view(rows(size))):
+            wanted = plain(module, given.clone())
+            torch.testing.assert_close(runner(given), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_an_inductor_piece_that_only_writes_is_replayed() -> None:
     class Writes(nn.Module):
         state: torch.Tensor
@@ -101,6 +114,28 @@ def test_inductor_refuses_a_view_of_what_its_region_writes_and_a_splitting_op_th
 
     with pytest.raises(SplitError, match="a result and what it writes share memory"):
         build(forward, compiler="inductor", sizes=[8])
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_buffer_that_negates_on_reading_is_read_so_or_refused_by_name(compiler: str) -> None:
+    class Negated(nn.Module):
+        k: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("k", torch._neg_view(rows(1)[0]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return attended(x) * self.k
+
+    module = Negated().eval()
+    assert module.k.is_neg()
+    if compiler == "inductor":
+        with pytest.raises(PcgError, match=r"_k_? is a view that negates .* \.resolve_neg\(\)"):
+            build(module, compiler=compiler, self_check=False)
+        return
+    with build(module, compiler=compiler) as runner:
+        torch.testing.assert_close(runner(rows(3)), plain(module, rows(3)))
 
 
 @pytest.mark.slow

@@ -553,6 +553,27 @@ def test_an_interrupt_while_joining_anew_leaves_what_was_joined() -> None:
     assert [said[0] for said in step(joined)] == ["compose", "replay"]
 
 
+def test_an_interrupt_while_nodes_are_bound_has_the_next_step_join_them_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    steps = Steps()
+    joined = steps.join(NotingComposer())
+    few = steps.launches
+    with monkeypatch.context() as patched:
+        patched.setattr(joined.stitched[0].sources[0], "composed", interrupted)
+        steps.launches = [steps.launch(1), steps.launch(2)]
+        with pytest.raises(KeyboardInterrupt):
+            step(joined)
+    NOTED.clear()
+    steps.launches, steps.ran = few, []
+    assert step(joined) == [("compose", [False, True, False]), ("replay", False)]
+    assert step(joined) == [("replay", False)]
+    assert steps.ran == ["plan", "segment", "kernel", "segment"] * 2
+
+
 def test_a_device_that_refuses_to_join_anew_leaves_what_was_joined() -> None:
     steps, composer = Steps(), NotingComposer()
     joined = steps.join(composer)

@@ -85,6 +85,21 @@ def test_a_declared_dim_that_comes_out_static_is_refused_by_name() -> None:
         trace_of(forward, rows(3), {"hidden": 0})
 
 
+def test_an_op_that_torch_traces_for_one_size_is_no_comparison_with_a_constant() -> None:
+    def forward(hidden: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.take_along_dim(hidden, k[:, None], 0)
+
+    def gathered(hidden: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.gather(hidden, 0, k[:, None].expand_as(hidden))
+
+    given, dims = {"hidden": rows(3), "k": torch.arange(3)}, {"hidden": 0, "k": 0}
+    with pytest.raises(TraceError, match=r"'hidden' came out fixed.*or given to an op") as caught:
+        trace_of(forward, given, dims)
+    assert "test_trace.py" in str(caught.value)
+    assert "mark_dynamic" not in str(caught.value)
+    trace_of(gathered, given, dims)
+
+
 def test_the_traced_size_is_no_dimension_in_sight() -> None:
     class Primes(nn.Module):
         def __init__(self) -> None:

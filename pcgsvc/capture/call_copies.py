@@ -171,5 +171,5 @@ def _enclosed(
         parts.append(behind.launch)
     composed = composer.compose(parts)
     for copying, node in Copying.ends(composed, before, behind):
-        copying.bind(node)
+        copying.bind(composed, node)
     return partial(composed.replay, patched=False)

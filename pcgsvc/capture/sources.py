@@ -113,7 +113,8 @@ class Copying:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._node: Node | None = None
+        self._bound: tuple[Composed, Node] | None = None
+        """Its node, and what it lies in, which must not be freed while the node may be set."""
         self._words: tuple[int, ...] | None = launch.args
         """What it copies; None: not known."""
         self.is_on: bool | None = False
@@ -133,8 +134,8 @@ class Copying:
         Raises:
             DriverError: the driver refuses; it is set anew next time.
         """
-        node = self._node
-        assert node is not None, "it is a part of nothing"
+        assert self._bound is not None, "it is a part of nothing"
+        node = self._bound[1]
         if words != self._words:
             self._words = None
             node.change(None, node.pack_words(words))
@@ -155,15 +156,15 @@ class Copying:
             node.enable(bool(copying.is_on))
         return found
 
-    def bind(self, node: Node) -> None:
+    def bind(self, composed: Composed, node: Node) -> None:
         """Take its node in a new composition, which launches what `launch` gave."""
-        self._node = node
+        self._bound = composed, node
 
     def clear(self) -> None:
         """Have the replays from now on copy nothing."""
-        if self.is_on is not False and self._node is not None:
+        if self.is_on is not False and self._bound is not None:
             self.is_on = None
-            self._node.enable(False)
+            self._bound[1].enable(False)
             self.is_on = False
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from pcgsvc.capture.sources import (
     Boundary,
     Comparison,
+    Composed,
     Composer,
     Copying,
     Member,
@@ -55,8 +56,9 @@ class Stitched:
         self._asked = [source for source in sources if not source.is_fixed]
         self._captures = any(source.is_captured for source in sources)
         self._broken = False
-        """Whether an op could not be captured at a later step, or nodes are of two compositions:
-        its pieces replay from then on."""
+        """Whether an op could not be captured at a later step: its pieces replay from then on."""
+        self._composed: Composed | None = None
+        """None while nodes may be of two compositions: the next step joins them anew."""
         self._before: Copying | None = None
         self._behind: Copying | None = None
         self._compose()
@@ -90,8 +92,8 @@ class Stitched:
                         ran[id(source.first)] = partial(self.composer.launch, found)
             pairs = zip(self._asked, launches, strict=True)
             more = [asked for asked, found in pairs if len(found) > len(asked.slots)]
-            if more:
-                source = more[0]
+            if more or self._composed is None:
+                source = (more or self.sources)[0]
                 self._grow(launches)
             patched = False
             for source, found in zip(self._asked, launches, strict=True):
@@ -103,6 +105,7 @@ class Stitched:
             self._broken = source.is_captured and id(source.first) not in ran
             self._note(f"{source.first.name}: {error}")
             return self._in_pieces(ran)
+        assert self._composed is not None, "the parts are joined"
         self._composed.replay(patched=patched)
         return None
 
@@ -130,17 +133,17 @@ class Stitched:
         parts += [] if behind is None else [behind.launch]
         composed = self.composer.compose(parts)
         ends = Copying.ends(composed, before, behind)
-        self._broken = True  # until all nodes are of one composition
+        self._composed = None
         for copying, node in ends:
-            copying.bind(node)
+            copying.bind(composed, node)
         for member, begin, end in runs:
             member.nodes = composed.nodes[begin:end]
         for source in self.sources:
             source.composed()
-        self._composed, self._broken = composed, False
+        self._composed = composed
 
     def _grow(self, launches: Sequence[list[Launch]]) -> None:
-        """Compose anew, since some boundary launches more kernels than it ever has."""
+        """Compose anew, with as many nodes as each boundary launches kernels now, or ever has."""
         before = [source.slots for source in self._asked]
         for source, found in zip(self._asked, launches, strict=True):
             if len(found) > len(source.slots):

@@ -103,14 +103,23 @@ def compile_piece(
         size: the only row count that it will run with; None: any.
 
     Raises:
-        CompileError: Inductor refused the piece; its message names the piece.
+        CompileError: Inductor refused the piece, or would get it wrong; its message names the
+            piece.
     """
     boundaries = boundaries_of(piece.document or {})
     cut = () if boundaries is None else sorted(boundaries.names)
     module = graph_module(piece) if size is None else graph_for(piece, size)
     if not piece.outputs:
         _add_output(module)
-    inputs = [n.meta["example_value"] for n in module.graph.nodes if n.op == "placeholder"]
+    given = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = [node.meta["example_value"] for node in given]
+    for node, value in zip(given, inputs, strict=True):
+        if isinstance(value, torch.Tensor) and value.is_neg():
+            raise CompileError(
+                f"{piece.name}: {node.name} is a view that negates on reading (.imag of a "
+                "conjugate), and generated code reads memory as it lies. Keep its .resolve_neg(), "
+                "or set compiler=eager."
+            )
     options = _options(config, cut)
     try:
         with torch.no_grad():

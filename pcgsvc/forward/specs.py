@@ -57,7 +57,11 @@ class InputSpec:
         return tensor.permute(self.order).is_contiguous()
 
     def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor laid out as the example is: itself, or a copy."""
+        """Return a tensor laid out as the example is, in memory that is as it reads.
+
+        Itself, or a copy: generated code and kernels know nothing of a view that negates.
+        """
+        tensor = tensor.resolve_conj().resolve_neg()
         if self.is_laid_out(tensor):
             return tensor
         dtype, device = tensor.dtype, tensor.device

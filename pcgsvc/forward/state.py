@@ -115,8 +115,9 @@ class Writes:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bytes."""
-    bits = [t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (one, other)]
+    """Whether two tensors of one shape and dtype read as the same bytes."""
+    plain = [t.detach().resolve_conj().resolve_neg() for t in (one, other)]
+    bits = [t.reshape(-1).contiguous().view(torch.uint8) for t in plain]
     return torch.equal(*bits)
 
 

@@ -109,7 +109,7 @@ class ForwardContext:
         self._query_lens = query_lens
         self._seq_lens = seq_lens_host
         self._block_tables = block_tables_host
-        self._extras = extras or {}
+        self._extras = {} if extras is None else extras  # the object, empty or not: it may change
         self.slot_mapping = slot_mapping
         self.token_to_req = token_to_req
         self.kv_lens = kv_lens
@@ -145,7 +145,7 @@ class ForwardContext:
         new._query_lens = query_lens
         new._seq_lens = seq_lens_host
         new._block_tables = block_tables_host
-        new._extras = extras or {}
+        new._extras = {} if extras is None else extras
         new.slot_mapping = self.slot_mapping
         new.token_to_req = self.token_to_req
         new.kv_lens = self.kv_lens
@@ -215,26 +215,20 @@ def current_context() -> ForwardContext:
     return context
 
 
-def find_context() -> ForwardContext | None:
-    """Return the context of the step that is running in this thread, or None."""
-    return _CONTEXT.get()
+find_context = _CONTEXT.get
+"""Returns the context of the step that is running in this thread, or None."""
 
-
-def set_context(context: ForwardContext) -> contextvars.Token[ForwardContext | None]:
-    """Make `context` the current one of this thread until `reset_context`."""
-    return _CONTEXT.set(context)
-
-
-def reset_context(token: contextvars.Token[ForwardContext | None]) -> None:
-    """Undo a `set_context`."""
-    _CONTEXT.reset(token)
+set_context = _CONTEXT.set
+"""Makes a context, or None, the current one of this thread. In a `finally` no interrupt comes
+before it, as one may where a function of Python's begins."""
 
 
 @contextlib.contextmanager
 def use_context(context: ForwardContext) -> Iterator[ForwardContext]:
     """Make `context` the current one of this thread for a block."""
-    token = _CONTEXT.set(context)
+    before = find_context()
     try:
+        set_context(context)
         yield context
     finally:
-        _CONTEXT.reset(token)
+        set_context(before)

@@ -187,12 +187,14 @@ def _forward(
         specs=traced.output_specs,
     )
     rows = [(spec.name, dim) for spec in specs for dim in spec.dims]
+    named = {spec.name: spec for spec in specs}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         size = next((given[name].shape[dim] for name, dim in rows), 0)
+        laid_out = {name: spec.laid_out(given[name]) for name, spec in named.items()}
         values = [
-            size if b.kind == "size" else given[b.name] if b.kind == "input" else tensors[b.name]
+            size if b.kind == "size" else (laid_out if b.kind == "input" else tensors)[b.name]
             for b in program.spec.bindings
         ]
         inputs = [given[spec.name] for spec in specs]

@@ -30,7 +30,7 @@ from pcgsvc.forward.batch import (
 )
 from pcgsvc.forward.recheck import BatchChecker
 from pcgsvc.forward.workspace import Workspace
-from pcgsvc.ops.context import ForwardContext, reset_context, set_context, use_context
+from pcgsvc.ops.context import ForwardContext, find_context, set_context
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.program.program import Direct
 from pcgsvc.serve.counts import CallCounts
@@ -134,10 +134,16 @@ class Calls:
         self._lock, self._process, self._running = threading.RLock(), os.getpid(), False
 
     def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Make a call under the lock, not inside another, without gradients; tell listeners."""
+        """Make a call under the lock, not inside another, without gradients; tell listeners.
+
+        The caller's context and grad mode are put back, wherever an interrupt comes. A function
+        that torch compiles breaks its graph here: what a call does on the host is not traced.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(self.guarded)(call, *args)
         with self.lock:
             self.refuse_nested()
-            grad = torch.is_grad_enabled()
+            grad, context = torch.is_grad_enabled(), find_context()
             try:
                 self._running = True
                 if grad:
@@ -147,8 +153,11 @@ class Calls:
                 return call(*args)
             finally:
                 self._running = False
-                if grad:
-                    torch_private.set_grad(True)
+                try:
+                    set_context(context)
+                finally:
+                    if grad:
+                        torch_private.set_grad(True)
 
     def refuse_nested(self, done: str = "called", instead: str = _BUILD_ANOTHER) -> None:
         """Raise PcgError if a splitting op of a call is calling; used under the lock."""
@@ -315,17 +324,14 @@ class Calls:
         )
 
     def replay(self, route: Route, context: ForwardContext | None, steps: Sequence[Step]) -> None:
-        """Run the steps of an entry over what is in the buffers."""
+        """Run the steps of an entry over what is in the buffers; inside of `guarded`."""
         if self.poison:
             poison_others(self.table, route.replay.entry)
         route.calls += 1
-        token = None if context is None else set_context(context)
-        try:
-            for step in steps:
-                step()
-        finally:
-            if token is not None:
-                reset_context(token)
+        if context is not None:
+            set_context(context)
+        for step in steps:
+            step()
         route.hits += 1
 
     def _run_uncaptured(
@@ -336,9 +342,8 @@ class Calls:
         pairs = zip(memory.inputs, values, strict=True)
         inputs = {s.name: s.laid_out(v.to(memory.device)) for s, v in pairs}
         self.counts.rows += rows
-        with use_context(self.memory.unpadded_context(batch)):
-            program = self.model.program.for_size(rows)
-            return program.run(memory.values(inputs, rows), Direct())
+        set_context(memory.unpadded_context(batch))
+        return self.model.program.for_size(rows).run(memory.values(inputs, rows), Direct())
 
     def _run_itself(
         self,
@@ -353,5 +358,5 @@ class Calls:
         pairs = zip(self.memory.inputs, values, strict=True)
         moved = {s.name: v.to(self.memory.device) for s, v in pairs}
         self.counts.rows += batch.num_tokens
-        with use_context(self.memory.unpadded_context(batch)):
-            return module(moved)
+        set_context(self.memory.unpadded_context(batch))
+        return module(moved)

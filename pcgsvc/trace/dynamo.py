@@ -154,13 +154,6 @@ def _fresh_function(
 def _explain(error: Exception, names: Sequence[str]) -> str:
     """Return Dynamo's reason with the user's line first, and the ways out."""
     text = str(error).strip()
-    fixed = re.search(r"Constraints violated \(L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]\)", text)
-    if fixed is not None:
-        name, dim = names[int(fixed.group(1))], fixed.group(2)
-        text = (
-            f"dynamic_dims: dimension {dim} of {name!r} came out fixed: the forward compares it "
-            f"with a constant. Remove the comparison, or take it out of dynamic_dims.\n{text}"
-        )
     lines = frames_of(text)
     inner = (breaks.__file__, context.__file__)  # frames between the user's line and Dynamo
     where = next(
@@ -173,8 +166,17 @@ def _explain(error: Exception, names: Sequence[str]) -> str:
     )
     reason = re.split(r"\n\n(?:from user code| *Developer debug context)", text)[0].strip()
     reason = re.split(r"\n *Hint: ", reason)[0].rstrip()  # of torch.compile, not of a runner
+    fixed = re.search(r"Constraints violated \(L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]", reason)
     guarded = re.search(r"Could not guard on data-dependent expression (\S.*?) \(unhinted", reason)
-    if guarded is not None:  # the rest is torch's advice for its own symbols
+    if fixed is not None:  # the rest is torch's advice for its own marks and symbols
+        name, dim = names[int(fixed.group(1))], fixed.group(2)
+        reason = (
+            f"dynamic_dims: dimension {dim} of {name!r} came out fixed: it is compared with a "
+            "constant there, or given to an op that torch traces for one size alone, such as "
+            "torch.take_along_dim (torch.gather is traced for all). Change that, or take the "
+            "dimension out of dynamic_dims."
+        )
+    elif guarded is not None:
         reason = f"it branches on a value of the device ({guarded.group(1)}: .item(), bool(), if)."
     elif any(f == breaks.__file__ for f, _, _ in lines):
         reason = (
