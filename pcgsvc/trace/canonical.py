@@ -194,8 +194,9 @@ class Canonical:
                 if not isinstance(got, torch.SymInt) or not self._expression(got).free_symbols:
                     raise TraceError(
                         f"dynamic_dims: dimension {dim} of {spec.name!r} came out fixed at "
-                        f"{int(got)}: the forward compares it with a constant. Remove the "
-                        "comparison, or take the dimension out of dynamic_dims."
+                        f"{int(got)}: the forward compares it with a constant, or runs Python for "
+                        "each of its rows. Compute all rows at once, or take the dimension out of "
+                        "dynamic_dims."
                     )
 
     # -- nodes --

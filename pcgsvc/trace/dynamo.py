@@ -159,7 +159,8 @@ def _explain(error: Exception, names: Sequence[str]) -> str:
         name, dim = names[int(fixed.group(1))], fixed.group(2)
         text = (
             f"dynamic_dims: dimension {dim} of {name!r} came out fixed: the forward compares it "
-            f"with a constant. Remove the comparison, or take it out of dynamic_dims.\n{text}"
+            "with a constant, or runs Python for each of its rows (for row in x, unbind, split). "
+            f"Compute all rows at once, or take it out of dynamic_dims.\n{text}"
         )
     lines = frames_of(text)
     inner = (breaks.__file__, context.__file__)  # frames between the user's line and Dynamo
