@@ -18,6 +18,7 @@ from pcgsvc.check.tolerance import error_of, in_words, tolerance_of
 from pcgsvc.check.trial import Step, Trial, generators, same_random_numbers
 from pcgsvc.config import Compiler, Mode
 from pcgsvc.errors import PcgError, VerifyError
+from pcgsvc.forward.specs import comparable, holds_nan
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.context import use_context
 from pcgsvc.program.image import ProgramImage
@@ -140,6 +141,14 @@ def of_entry(
         )
     if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
         return _mixes(row, plan, memory)
+    if row["max_rel_err"] <= row["tolerance_true"]:
+        return (
+            f"{where}: the replay differs from the module on the same inputs by "
+            f"{row['max_rel_err']:.3g}, as roundings do, and only the replay: an operator takes "
+            "another way to the same result while it is recorded or captured, as "
+            "torch.linalg.svdvals does. Call one that does not (torch.linalg.svd), or move it into "
+            "a splitting op."
+        )
     mixes = (
         "the forward mixes rows behind a splitting op, whose padding rows a replay zeroes, or "
         if trial is not None and trial.model.image.matched and row["num_tokens"] < row["size"]
@@ -184,7 +193,7 @@ def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
     below = [
         s.name
         for s in memory.inputs
-        if not s.example.dtype.is_floating_point and s.example.numel() and s.example.min() < 0
+        if not holds_nan(s.example.dtype) and s.example.numel() and comparable(s.example).min() < 0
     ]
     if below:
         text += (

@@ -245,11 +245,11 @@ class _Check(Trial):
 
         `compare_padded`: also with the module on the first of the padded inputs.
         """
-        size, specs, outputs = key[1].num_tokens, self.memory.inputs, self.model.outputs
+        size, outputs = key[1].num_tokens, self.model.outputs
         batch = self.samples.batch(true, uniform=key[1].uniform)
         alone, whole = self.samples.inputs(true), self.samples.inputs(size)
-        given = [padded(specs, alone, whole, kind) for kind in kinds]
-        replays = [self.replay(key, inputs, batch) for inputs in given]
+        tries = [self._padded_replay(key, alone, whole, kind, batch) for kind in kinds]
+        kinds, given, replays = zip(*tries, strict=True)
         first = replays[0]
         choices, near, error = first.choices, near_ties(first.results), 0.0
         if compare_padded:
@@ -273,6 +273,38 @@ class _Check(Trial):
         tolerance = tolerance_of(pure, worst, run_alone, always=self.model.ranks.many)
         spoilt = [_spoilt(replay.state, states[0], tolerance) for replay in replays]
         return _Trial(true, error, tolerance, list(zip(kinds, errors, spoilt, strict=True)))
+
+    def _padded_replay(
+        self,
+        key: EntryKey,
+        alone: Mapping[str, torch.Tensor],
+        whole: Mapping[str, torch.Tensor],
+        kind: Padding,
+        batch: CheckedBatch,
+    ) -> tuple[Padding, dict[str, torch.Tensor], _Replay]:
+        """Replay an entry on true rows with a kind of padding; without NaN if an op refuses that.
+
+        Returns:
+            The kind of padding that it was, the inputs, and what the replay left.
+
+        Raises:
+            VerifyError: an op refuses the padding that calls have, or every other kind.
+        """
+        inputs = padded(self.memory.inputs, alone, whole, kind)
+        try:
+            return kind, inputs, self.replay(key, inputs, batch)
+        except (PcgError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if kind in (Padding.NAN, Padding.NAN_AND_LARGE):
+                return self._padded_replay(key, alone, whole, Padding.LARGE, batch)
+            raise VerifyError(
+                f"{key[0].value} size {key[1].num_tokens}: a replay with {batch.num_tokens} true "
+                f"rows fails where padding rows are filled with {kind.value}, which an operator "
+                f"does not take: {words_of(error)}. Have the forward replace such rows, "
+                "torch.where(pcgsvc.true_rows(x)[:, None], x, 1), or move the operator into a "
+                "splitting op that reads x[pcgsvc.true_rows(x)] alone."
+            ) from error
 
     @property
     def is_exact(self) -> bool:
