@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import distributed
@@ -66,10 +66,27 @@ class RecordingMode(TorchDispatchMode):
     """A dispatch mode whose handler torch does not wrap for Dynamo to skip.
 
     That wrapper imports Dynamo at the first op, which takes seconds; these modes are never traced.
+    What a forward compiles itself runs uncompiled in the block: torch would not compile it under a
+    mode, and would remember for good that it did not.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._stances: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Enter the block."""
+        known = "torch._dynamo" in sys.modules  # else nothing has been compiled
+        stance = torch.compiler.set_stance("force_eager") if known else contextlib.nullcontext()
+        stance.__enter__()
+        self._stances.append(stance)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        """Leave it."""
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._stances.pop().__exit__(*exc)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -185,6 +202,15 @@ def is_op_failure(error: BaseException | None) -> bool:
 def is_fake_limit(error: BaseException | None) -> bool:
     """Return whether an error says that a tensor without memory has no values to read."""
     return type(error).__module__ == "torch._subclasses.fake_tensor"
+
+
+def is_compile_error(error: BaseException | None) -> bool:
+    """Return whether an error is that of `torch.compile`, called under a dispatch mode.
+
+    `torch.cond` and `flex_attention` call it, and import Dynamo for that.
+    """
+    kind, text = type(error).__module__, str(error)
+    return kind == "torch._dynamo.exc" or text.startswith("torch.compile with fullgraph=True")
 
 
 def side_effects() -> list[str]:

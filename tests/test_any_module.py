@@ -312,6 +312,40 @@ def test_tensor_subclasses_and_state_elsewhere_are_refused_by_name() -> None:
         build(nn.Sequential(nn.LazyLinear(3)).eval()[0], {"input": rows(3)}, {"input": 0})
 
 
+def test_results_that_no_runner_returns_are_refused_by_their_kind() -> None:
+    for dims in (None, {"x": 0}):
+        with pytest.raises(TraceError, match=r"leaf 0: got a torch.sparse_coo tensor.*to_dense"):
+            pcgsvc.build_runner(lambda x: x.to_sparse(), (rows(3),), dynamic_dims=dims)
+    with pytest.raises(TraceError, match=r"leaf 1: got a Subclass, .*breakable"):
+        build(lambda x: (x + 1, (x * 2).as_subclass(Subclass)), rows(3))
+
+
+@pytest.mark.parametrize("strategy", ["fx", "breakable"])
+def test_an_operator_with_bodies_is_refused_by_its_name(strategy: str) -> None:
+    def forward(x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    with pytest.raises(TraceError, match=r"torch\.cond at .*compute both branches"):
+        pcgsvc.compile(
+            forward, (rows(3),), mode="full", cache="off", partition={"strategy": strategy}
+        )
+
+
+@pytest.mark.parametrize("strategy", ["fx", "breakable"])
+def test_a_function_that_is_compiled_whole_is_so_after_the_build(strategy: str) -> None:
+    @torch.compile(fullgraph=True, dynamic=True, backend="eager")
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    settings: dict[str, Any] = {"mode": "full", "sizes": [2, 4], "cache": "off"}
+    partition = {"strategy": strategy}
+    with pcgsvc.compile(
+        lambda x: helper(x * 2), (rows(3),), partition=partition, **settings
+    ) as run:
+        torch.testing.assert_close(run(rows(3)), (rows(3) * 2).sin() + 1)
+    assert torch.equal(helper(rows(5)), rows(5).sin() + 1)  # not given up by torch
+
+
 def test_made_inputs_are_used_and_compared_with_the_examples() -> None:
     def pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return attended(x.index_select(0, index))

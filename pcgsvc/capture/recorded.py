@@ -285,7 +285,7 @@ class RecordedEngine:
         self._current = []
 
     def _enter(self, recorder: _Recorder) -> None:
-        recorder.__enter__()  # type: ignore[no-untyped-call]
+        recorder.__enter__()
         self._recorder = recorder
         self._reads.active = True
 
@@ -293,7 +293,7 @@ class RecordedEngine:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None, "no segment is open"
         self._reads.active = False
-        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        recorder.__exit__(None, None, None)
         return recorder
 
     def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:
