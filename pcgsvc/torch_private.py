@@ -410,6 +410,12 @@ def is_dtensor_spec(value: Any) -> bool:
     return home is not None and isinstance(value, home.DTensorSpec)
 
 
+def is_mesh(value: Any) -> bool:
+    """Whether a value is a device mesh, with which a forward makes DTensors itself."""
+    home = sys.modules.get("torch.distributed.device_mesh")
+    return home is not None and isinstance(value, home.DeviceMesh)
+
+
 def lowered_dtensors(
     graph: torch.fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[torch.fx.GraphModule, list[Any]]:
@@ -431,11 +437,40 @@ def lowered_dtensors(
             given[at] = part
         return torch.fx.Interpreter(graph).run(*given)
 
-    with torch.fx.traceback.preserve_node_meta():
-        lowered = make_fx(flat)(*(local_tensor(examples[at]) for at in kept))
+    fakes = [local_tensor(examples[at]) for at in kept]
+    # DTensor makes tensors of its own, which are fake only inside of the mode.
+    mode = next(value.fake_mode for value in fakes if hasattr(value, "fake_mode"))
+    with torch.fx.traceback.preserve_node_meta(), mode:
+        lowered = make_fx(flat)(*fakes)
+    _fill_by_mask(lowered)
     for node in lowered.graph.nodes:
         node.meta["example_value"] = node.meta.get("val")
     return lowered, [local_tensor(inputs[at]) for at in kept]
+
+
+def _fill_by_mask(graph: torch.fx.GraphModule) -> None:
+    """Have numbers that DTensor writes where a mask is, as an embedding's rows do, filled in.
+
+    torch does so itself when it runs `x[mask] = 0`; what is traced are a tensor of the number, and
+    an op whose work depends on the mask.
+    """
+    aten = torch.ops.aten
+    for lifted in graph.graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
+        held = getattr(graph, str(lifted.args[0].target))
+        number = getattr(held, "constant", held)
+        for user in list(lifted.users) if number is not None and not number.dim() else ():
+            if user.target is aten.index_put_.default and len(user.args[1]) == 1:
+                written, (mask,), _ = user.args
+                for _ in range(written.meta["val"].dim() - mask.meta["val"].dim()):
+                    with graph.graph.inserting_before(user):
+                        wider = graph.graph.call_function(aten.unsqueeze.default, (mask, -1))
+                    wider.meta = {**mask.meta, "val": mask.meta["val"].unsqueeze(-1)}
+                    mask = wider
+                user.target = aten.masked_fill_.Scalar
+                user.args = (written, mask, number.item())
+        for node in (lifted, lifted.args[0]):
+            if not node.users:
+                graph.graph.erase_node(node)
 
 
 def process_groups() -> dict[Any, list[int]]:

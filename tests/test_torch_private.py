@@ -821,6 +821,8 @@ def test_a_dtensor_is_lowered_to_ops_on_its_local_part(group: None) -> None:
 
     assert not private.is_dtensor(torch.zeros(2))
     mesh = init_device_mesh("cpu", (1,))
+    assert private.is_mesh(mesh)
+    assert not private.is_mesh(1)
     weight = distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)])
     assert private.is_dtensor(weight)
     assert private.is_dtensor_spec(weight._spec)

@@ -54,8 +54,16 @@ class DynamoCapture:
         self.refusal = _refusal(outputs)
         if self.refusal is not None:  # raised here, before Dynamo's bytecode carries it out
             raise RuntimeError(self.refusal)
-        if any(map(torch_private.is_dtensor, inputs)):
+        if any(torch_private.is_dtensor(v) or torch_private.is_mesh(v) for v in inputs):
             self.graph, self.graph_inputs = torch_private.lowered_dtensors(graph, inputs)
+            own = self.graph.graph.find_nodes(op="get_attr")
+            if own:
+                users = ", ".join(sorted({str(u.target) for n in own for u in n.users}))
+                self.refusal = (
+                    f"an operation on DTensors makes a tensor of its own (for {users}), which no "
+                    "piece can hold. Compute on .to_local() there, or in a splitting op."
+                )
+                raise RuntimeError(self.refusal)
         # Of one element: Dynamo's bytecode calls .item() on a result that stands for a float.
         sentinels = tuple(torch.zeros(()) for _ in outputs)
         self.sentinels = list(sentinels)

@@ -141,7 +141,8 @@ class Canonical:
             if not isinstance(value, torch.Tensor):
                 raise TraceError(
                     f"graph input {node.name}: a {type(value).__name__} was lifted out of the "
-                    "forward; only tensors and the row count can be inputs of a piece."
+                    "forward; only tensors and the row count can be inputs of a piece. Use it in "
+                    "a splitting op, or before the forward."
                 )
             kind, name = self._name_of(node, value, by_example)
             if kind != "input":
