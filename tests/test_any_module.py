@@ -17,7 +17,14 @@ from torch import nn
 from warm_helpers import Sources
 
 import pcgsvc
-from pcgsvc.errors import BatchError, ConfigError, StaleAddressError, TraceError, VerifyError
+from pcgsvc.errors import (
+    BatchError,
+    ConfigError,
+    PcgError,
+    StaleAddressError,
+    TraceError,
+    VerifyError,
+)
 from pcgsvc.forward.results import flatten
 from pcgsvc.ops.attention import AttentionSpec
 from pcgsvc.ops.context import use_context
@@ -326,6 +333,18 @@ def test_an_operator_with_bodies_is_refused_by_its_name(strategy: str) -> None:
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
 
     with pytest.raises(TraceError, match=r"torch\.cond at .*compute both branches"):
+        pcgsvc.compile(
+            forward, (rows(3),), mode="full", cache="off", partition={"strategy": strategy}
+        )
+
+
+@pytest.mark.parametrize("strategy", ["fx", "breakable"])
+def test_inference_mode_inside_of_a_forward_is_refused_by_its_name(strategy: str) -> None:
+    def forward(x: torch.Tensor) -> Any:
+        with torch.inference_mode():
+            return x * 2
+
+    with pytest.raises(PcgError, match=r"(?s)torch\.inference_mode.*eave it out"):
         pcgsvc.compile(
             forward, (rows(3),), mode="full", cache="off", partition={"strategy": strategy}
         )

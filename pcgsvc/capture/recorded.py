@@ -115,6 +115,12 @@ class _Recorder(torch_private.RecordingMode):
         """
         if torch.Tag.inplace_view in torch_private.op_tags(func):
             return  # no memory is written
+        if torch.is_inference_mode_enabled():
+            raise CaptureError(
+                "the forward makes tensors in torch.inference_mode, which nothing may write to "
+                "outside of it, as a replay does. Leave it out, since a runner computes no "
+                "gradients."
+            )
         args, kwargs = _aliases(args), _aliases(kwargs)
         if mutates:
             self.steps.append(lambda: func(*args, **kwargs))

@@ -6,7 +6,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from pcgsvc.check.tolerance import error_of, in_words, tolerance_of
 from pcgsvc.check.trial import Step, Trial, generators, same_random_numbers
 from pcgsvc.config import Compiler, Mode
 from pcgsvc.errors import PcgError, VerifyError
+from pcgsvc.forward.samples import Padding
 from pcgsvc.forward.specs import comparable, holds_nan
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.context import use_context
@@ -62,6 +63,17 @@ def unsteady(trial: Trial, step: Step) -> str | None:
         "state and random seed: it reads host state that changes from call to call (a counter, "
         "the time), or an op writes memory that it does not declare. Move that into a splitting "
         "op, or pass it as an input."
+    )
+
+
+def aliasing(trial: Trial, step: Step) -> str:
+    """Say which ops return memory of an argument, which a compiler takes for new; or nothing."""
+    faults = undeclared_in(lambda: trial.plain(step), trial.memory.device)
+    return "".join(
+        f"; {fault.op} returns its argument {fault.argument!r} or a view of it, which the schema "
+        f"does not say ({fault.schema}): have it return a copy"
+        for fault in faults
+        if not fault.is_write
     )
 
 
@@ -160,6 +172,26 @@ def of_entry(
         f"{mixes}an op reads host state or memory that the graph does not rewrite. Mark it as a "
         "splitting op, or set capture.self_check=false to look into it."
     )
+
+
+def failed_replay(kind: Padding, *, takes: bool) -> str:
+    """Say why a replay raises; `takes`: the module does not, on the same inputs."""
+    if takes:
+        return "the replay raises on inputs that the module takes"
+    return (
+        f"an operator does not take the padding rows, filled with {kind.value}. Have the forward "
+        "replace such rows, torch.where(pcgsvc.true_rows(x)[:, None], x, 1), or move it into a "
+        "splitting op that reads x[pcgsvc.true_rows(x)] alone"
+    )
+
+
+def does_not_raise(call: Callable[[], object]) -> bool:
+    """Whether a call returns; what it raises is the user's."""
+    try:
+        call()
+    except Exception:  # noqa: BLE001 - of any class
+        return False
+    return True
 
 
 def _without_graphs(row: Mapping[str, Any], trial: Trial) -> str | None:

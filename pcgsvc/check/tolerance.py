@@ -9,7 +9,7 @@ half-precision results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,36 @@ def error_of(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> flo
         if not holds_nan(b.dtype) and b.dtype.itemsize > 2 and bool((a != b).any()):
             worst = max(worst, INTEGERS_DIFFER)
     return worst
+
+
+def spoilt_state(
+    after: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, torch.Tensor],
+    before: Mapping[str, torch.Tensor],
+    tolerance: float,
+) -> list[str]:
+    """Return the state that padding rows reached: that differs from a run of the true rows."""
+    return [
+        name
+        for name, tensor in wanted.items()
+        if _error_of_change(after[name], tensor, before[name])
+        > (tolerance if tensor.dtype in TOLERANCE else 0.0)
+    ]
+
+
+def _error_of_change(got: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> float:
+    """Return the error of state after a step, by how much it had to change.
+
+    A count may be large, and what padding rows add to it small. Roundings of the state itself are
+    left out, and all of half precision, whose changes are roundings.
+    """
+    error = error_of([got], [wanted])
+    if not error or error == NOT_FINITE or wanted.dtype in HALF or not holds_nan(wanted.dtype):
+        return error
+    new, old, found = (_parts(t).double().nan_to_num(0, 0, 0) for t in (wanted, before, got))
+    rounding = 8 * torch.finfo(wanted.dtype).eps * float(new.abs().max())
+    gap, change = float((found - new).abs().max()) - rounding, float((new - old).abs().max())
+    return max(error, gap / max(change, 1e-30)) if gap > 0 else error
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,14 +17,20 @@ import torch
 
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import BatchDescriptor, CapturePlan, EntryKey
-from pcgsvc.check.causes import RefusedRowsError, of_entry, program_differs
+from pcgsvc.check.causes import (
+    RefusedRowsError,
+    does_not_raise,
+    failed_replay,
+    of_entry,
+    program_differs,
+)
 from pcgsvc.check.dependence import input_dependence
 from pcgsvc.check.tolerance import (
-    TOLERANCE,
     differ,
     error_of,
     in_words,
     near_ties,
+    spoilt_state,
     tolerance_of,
 )
 from pcgsvc.check.trial import Trial
@@ -271,7 +277,8 @@ class _Check(Trial):
         errors = [error_of(outputs.cut(replay.results, true), pure) for replay in replays]
         worst = max(errors) if self.is_exact else max(error, *errors)
         tolerance = tolerance_of(pure, worst, run_alone, always=self.model.ranks.many)
-        spoilt = [_spoilt(replay.state, states[0], tolerance) for replay in replays]
+        before = self._copied_state()
+        spoilt = [spoilt_state(replay.state, states[0], before, tolerance) for replay in replays]
         return _Trial(true, error, tolerance, list(zip(kinds, errors, spoilt, strict=True)))
 
     def _padded_replay(
@@ -298,13 +305,11 @@ class _Check(Trial):
         except Exception as error:
             if kind in (Padding.NAN, Padding.NAN_AND_LARGE):
                 return self._padded_replay(key, alone, whole, Padding.LARGE, batch)
-            raise VerifyError(
-                f"{key[0].value} size {key[1].num_tokens}: a replay with {batch.num_tokens} true "
-                f"rows fails where padding rows are filled with {kind.value}, which an operator "
-                f"does not take: {words_of(error)}. Have the forward replace such rows, "
-                "torch.where(pcgsvc.true_rows(x)[:, None], x, 1), or move the operator into a "
-                "splitting op that reads x[pcgsvc.true_rows(x)] alone."
-            ) from error
+            with preserved(self.state):
+                takes = does_not_raise(lambda: self.module(inputs, batch, key[1].num_tokens, key))
+            where = f"{key[0].value} size {key[1].num_tokens} with {batch.num_tokens} true rows"
+            words = f"{where}: {failed_replay(kind, takes=takes)}: {words_of(error)}."
+            raise VerifyError(words) from error
 
     @property
     def is_exact(self) -> bool:
@@ -430,14 +435,3 @@ class _Check(Trial):
             counts = [n for n in counts if predicate.broken_by(n * step) is None]
             counts = counts or [descriptor.num_tokens // step]
         return (counts[0] if rng is None else rng.choice(counts)) * step
-
-
-def _spoilt(
-    after: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
-) -> list[str]:
-    """Return the state that padding rows reached: that differs from a run of the true rows."""
-    return [
-        name
-        for name, tensor in wanted.items()
-        if error_of([after[name]], [tensor]) > (tolerance if tensor.dtype in TOLERANCE else 0.0)
-    ]
