@@ -277,7 +277,7 @@ class _Check(Trial):
         errors = [error_of(outputs.cut(replay.results, true), pure) for replay in replays]
         worst = max(errors) if self.is_exact else max(error, *errors)
         tolerance = tolerance_of(pure, worst, run_alone, always=self.model.ranks.many)
-        before = self._copied_state()
+        before = self.state  # put back after each run
         spoilt = [spoilt_state(replay.state, states[0], before, tolerance) for replay in replays]
         return _Trial(true, error, tolerance, list(zip(kinds, errors, spoilt, strict=True)))
 
