@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import distributed
@@ -66,10 +66,27 @@ class RecordingMode(TorchDispatchMode):
     """A dispatch mode whose handler torch does not wrap for Dynamo to skip.
 
     That wrapper imports Dynamo at the first op, which takes seconds; these modes are never traced.
+    What a forward compiles itself runs uncompiled in the block: torch would not compile it under a
+    mode, and would remember for good that it did not.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._stances: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Enter the block."""
+        known = "torch._dynamo" in sys.modules  # else nothing has been compiled
+        stance = torch.compiler.set_stance("force_eager") if known else contextlib.nullcontext()
+        stance.__enter__()
+        self._stances.append(stance)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        """Leave it."""
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._stances.pop().__exit__(*exc)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -185,6 +202,15 @@ def is_op_failure(error: BaseException | None) -> bool:
 def is_fake_limit(error: BaseException | None) -> bool:
     """Return whether an error says that a tensor without memory has no values to read."""
     return type(error).__module__ == "torch._subclasses.fake_tensor"
+
+
+def is_compile_error(error: BaseException | None) -> bool:
+    """Return whether an error is that of `torch.compile`, called under a dispatch mode.
+
+    `torch.cond` and `flex_attention` call it, and import Dynamo for that.
+    """
+    kind, text = type(error).__module__, str(error)
+    return kind == "torch._dynamo.exc" or text.startswith("torch.compile with fullgraph=True")
 
 
 def side_effects() -> list[str]:
@@ -384,6 +410,12 @@ def is_dtensor_spec(value: Any) -> bool:
     return home is not None and isinstance(value, home.DTensorSpec)
 
 
+def is_mesh(value: Any) -> bool:
+    """Whether a value is a device mesh, with which a forward makes DTensors itself."""
+    home = sys.modules.get("torch.distributed.device_mesh")
+    return home is not None and isinstance(value, home.DeviceMesh)
+
+
 def lowered_dtensors(
     graph: torch.fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[torch.fx.GraphModule, list[Any]]:
@@ -405,11 +437,40 @@ def lowered_dtensors(
             given[at] = part
         return torch.fx.Interpreter(graph).run(*given)
 
-    with torch.fx.traceback.preserve_node_meta():
-        lowered = make_fx(flat)(*(local_tensor(examples[at]) for at in kept))
+    fakes = [local_tensor(examples[at]) for at in kept]
+    # DTensor makes tensors of its own, which are fake only inside of the mode.
+    mode = next(value.fake_mode for value in fakes if hasattr(value, "fake_mode"))
+    with torch.fx.traceback.preserve_node_meta(), mode:
+        lowered = make_fx(flat)(*fakes)
+    _fill_by_mask(lowered)
     for node in lowered.graph.nodes:
         node.meta["example_value"] = node.meta.get("val")
     return lowered, [local_tensor(inputs[at]) for at in kept]
+
+
+def _fill_by_mask(graph: torch.fx.GraphModule) -> None:
+    """Have numbers that DTensor writes where a mask is, as an embedding's rows do, filled in.
+
+    torch does so itself when it runs `x[mask] = 0`; what is traced are a tensor of the number, and
+    an op whose work depends on the mask.
+    """
+    aten = torch.ops.aten
+    for lifted in graph.graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
+        held = getattr(graph, str(lifted.args[0].target))
+        number = getattr(held, "constant", held)
+        for user in list(lifted.users) if number is not None and not number.dim() else ():
+            if user.target is aten.index_put_.default and len(user.args[1]) == 1:
+                written, (mask,), _ = user.args
+                for _ in range(written.meta["val"].dim() - mask.meta["val"].dim()):
+                    with graph.graph.inserting_before(user):
+                        wider = graph.graph.call_function(aten.unsqueeze.default, (mask, -1))
+                    wider.meta = {**mask.meta, "val": mask.meta["val"].unsqueeze(-1)}
+                    mask = wider
+                user.target = aten.masked_fill_.Scalar
+                user.args = (written, mask, number.item())
+        for node in (lifted, lifted.args[0]):
+            if not node.users:
+                graph.graph.erase_node(node)
 
 
 def process_groups() -> dict[Any, list[int]]:

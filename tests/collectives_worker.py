@@ -63,6 +63,19 @@ class Whole(torch.nn.Module):
         return x
 
 
+class Looks(Whole):
+    """The same, and an embedding of which each rank has some rows, less one that is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(32, 8)
+        self.table = torch.nn.Parameter(self.embed.weight.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = (x[:, 0] * 9).long() % 32
+        return super().forward(x) + self.embed(ids) - self.table[ids]
+
+
 def by_function(x: torch.Tensor) -> torch.Tensor:
     return functional.all_reduce(x, "sum", distributed.group.WORLD)
 
@@ -79,18 +92,21 @@ def gathers(x: torch.Tensor) -> torch.Tensor:
 
 def module_of(form: str) -> torch.nn.Module:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if form != "parallelize":
+    if form not in ("parallelize", "embedding"):
         reduce = {"functional": by_function, "in_place": in_place, "gathers": gathers}[form]
         return Reduces(reduce, distributed.get_rank()).eval().to(device)
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
         parallelize_module,
     )
 
-    styles = {"ups.*": ColwiseParallel(), "downs.*": RowwiseParallel()}
-    whole = Whole().eval().to(device)
-    return parallelize_module(whole, init_device_mesh(device, (2,)), styles)
+    styles: dict[str, Any] = {"ups.*": ColwiseParallel(), "downs.*": RowwiseParallel()}
+    whole = Whole() if form == "parallelize" else Looks()
+    if form == "embedding":
+        styles["embed"] = RowwiseParallel(input_layouts=Replicate())
+    return parallelize_module(whole.eval().to(device), init_device_mesh(device, (2,)), styles)
 
 
 def build(module: torch.nn.Module, *words: str, **more: Any) -> pcgsvc.Runner:

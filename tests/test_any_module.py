@@ -17,7 +17,14 @@ from torch import nn
 from warm_helpers import Sources
 
 import pcgsvc
-from pcgsvc.errors import BatchError, ConfigError, StaleAddressError, TraceError, VerifyError
+from pcgsvc.errors import (
+    BatchError,
+    ConfigError,
+    PcgError,
+    StaleAddressError,
+    TraceError,
+    VerifyError,
+)
 from pcgsvc.forward.results import flatten
 from pcgsvc.ops.attention import AttentionSpec
 from pcgsvc.ops.context import use_context
@@ -310,6 +317,52 @@ def test_tensor_subclasses_and_state_elsewhere_are_refused_by_name() -> None:
         build(nn.Linear(WIDTH, WIDTH, device="meta").eval(), dims={"input": 0})
     with pytest.raises(ConfigError, match="'weight' has no shape yet"):
         build(nn.Sequential(nn.LazyLinear(3)).eval()[0], {"input": rows(3)}, {"input": 0})
+
+
+def test_results_that_no_runner_returns_are_refused_by_their_kind() -> None:
+    for dims in (None, {"x": 0}):
+        with pytest.raises(TraceError, match=r"leaf 0: got a torch.sparse_coo tensor.*to_dense"):
+            pcgsvc.build_runner(lambda x: x.to_sparse(), (rows(3),), dynamic_dims=dims)
+    with pytest.raises(TraceError, match=r"leaf 1: got a Subclass, .*breakable"):
+        build(lambda x: (x + 1, (x * 2).as_subclass(Subclass)), rows(3))
+
+
+@pytest.mark.parametrize("strategy", ["fx", "breakable"])
+def test_an_operator_with_bodies_is_refused_by_its_name(strategy: str) -> None:
+    def forward(x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    with pytest.raises(TraceError, match=r"torch\.cond at .*compute both branches"):
+        pcgsvc.compile(
+            forward, (rows(3),), mode="full", cache="off", partition={"strategy": strategy}
+        )
+
+
+@pytest.mark.parametrize("strategy", ["fx", "breakable"])
+def test_inference_mode_inside_of_a_forward_is_refused_by_its_name(strategy: str) -> None:
+    def forward(x: torch.Tensor) -> Any:
+        with torch.inference_mode():
+            return x * 2
+
+    with pytest.raises(PcgError, match=r"(?s)torch\.inference_mode.*eave it out"):
+        pcgsvc.compile(
+            forward, (rows(3),), mode="full", cache="off", partition={"strategy": strategy}
+        )
+
+
+@pytest.mark.parametrize("strategy", ["fx", "breakable"])
+def test_a_function_that_is_compiled_whole_is_so_after_the_build(strategy: str) -> None:
+    @torch.compile(fullgraph=True, dynamic=True, backend="eager")
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    settings: dict[str, Any] = {"mode": "full", "sizes": [2, 4], "cache": "off"}
+    partition = {"strategy": strategy}
+    with pcgsvc.compile(
+        lambda x: helper(x * 2), (rows(3),), partition=partition, **settings
+    ) as run:
+        torch.testing.assert_close(run(rows(3)), (rows(3) * 2).sin() + 1)
+    assert torch.equal(helper(rows(5)), rows(5).sin() + 1)  # not given up by torch
 
 
 def test_made_inputs_are_used_and_compared_with_the_examples() -> None:

@@ -87,6 +87,23 @@ def wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_op_that_returns_its_argument_undeclared_is_named_beside_the_compiler() -> None:
+    with torch.library._scoped_library("rp_alias", "FRAGMENT") as library:
+        library.define("same(Tensor x) -> Tensor")
+        library.impl("same", lambda x: x, "CompositeExplicitAutograd")
+        torch.library.register_fake("rp_alias::same", torch.empty_like, lib=library)
+
+        def forward(x: torch.Tensor) -> Any:
+            h = x * 2
+            return torch.ops.rp_alias.same(h).add_(1), h + 1
+
+        words = r"rp_alias::same returns its argument 'x' or a view of it.*have it return a copy"
+        with pytest.raises(VerifyError, match=words):
+            build(forward, rows(3), compiler="inductor", sizes=[4])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "piecewise"])
 def test_a_wrong_compiler_is_named_by_piece_op_and_line(
     tmp_path: Path, wrong_pass: None, mode: str

@@ -19,7 +19,10 @@ from core_helpers import trace_of
 from ranks_helpers import Ended, launch, outcomes
 from torch import distributed
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
+import pcgsvc
 from pcgsvc import torch_private
 from pcgsvc.errors import ConfigError, PcgError, PeerError, TraceError
 from pcgsvc.ops import collectives
@@ -103,6 +106,45 @@ def test_gathers_and_scatters_give_new_memory_and_others_are_refused_by_name(gro
         TraceError, match=r"all_to_all_single at .*in unknown: a collective that no"
     ):
         trace_of(unknown, {"x": X})
+
+
+def test_a_collective_in_place_on_a_view_with_gaps_is_refused_and_the_way_out_works(
+    group: None,
+) -> None:
+    def gaps(x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        distributed.all_reduce(h[:, 2:])
+        return h
+
+    def contiguous(x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        y = h[:, 2:].contiguous()
+        distributed.all_reduce(y)
+        h[:, 2:] = y
+        return h
+
+    with pytest.raises(TraceError, match=r"all_reduce at .*in gaps: in place on a view with gaps"):
+        trace_of(gaps, {"x": X})
+    assert "all_reduce" in ops_of(contiguous)
+
+
+class UsesMesh(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mesh = torch.nn.Embedding(32, 4), init_device_mesh("cpu", (1,))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        part = DTensor.from_local(self.embed(ids), self.mesh, [Partial()])
+        return part.redistribute(placements=[Replicate()]).to_local()
+
+
+def test_a_forward_may_make_dtensors_with_a_mesh(group: None) -> None:
+    model, ids = UsesMesh().eval(), torch.tensor([3, 0, 31, 8])
+    settings: dict[str, Any] = {"compiler": "eager", "cache": "off"}
+    with pcgsvc.compile(model, (ids,), sizes=[2, 4], **settings) as runner:
+        for num in (1, 3, 4):
+            with torch.no_grad():
+                assert torch.equal(runner(ids[:num]), model(ids[:num]))
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -215,10 +257,10 @@ def test_a_program_is_compiled_once_over_all_ranks_and_then_warm_on_each(
 
 @pytest.mark.exhaustive
 def test_other_collectives_and_regions_of_inductor_are_right_as_well(tmp_path: Path) -> None:
-    forms = ["functional", "gathers", "in_place:inductor"]
+    forms = ["functional", "gathers", "embedding", "in_place:inductor"]
     for out in launch([WORKER, "builds", str(tmp_path), *forms]):
         rows = json.loads(out)
-        assert [row["start"] for row in rows] == ["cold", "warm"] * 6
+        assert [row["start"] for row in rows] == ["cold", "warm"] * 8
         assert max(error for row in rows for error in row["errors"]) < 1e-5
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcgsvc.check.tolerance import NOISE_LIMIT, TOLERANCE, error_of, redrawn, tolerance_of
+from pcgsvc.check.tolerance import (
+    INTEGERS_DIFFER,
+    NOISE_LIMIT,
+    TOLERANCE,
+    error_of,
+    redrawn,
+    tolerance_of,
+)
 
 
 def deep(dtype: torch.dtype, layers: int = 24) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -35,6 +42,22 @@ def test_float32_is_not_redrawn_and_keeps_its_tolerance() -> None:
     wanted = run(x, weights)
     assert error_of(redrawn(lambda: run(x, weights), x.device), wanted) == 0
     assert tolerance_of(wanted, 0.5, lambda: run(x, weights)) == TOLERANCE[torch.float32]
+
+
+def test_of_complex_results_both_parts_are_compared() -> None:
+    real, imaginary = torch.ones(3), torch.tensor([1.0, 2.0, 3.0])
+    wanted = torch.complex(real, imaginary)
+    assert error_of([torch.complex(real, imaginary + 1)], [wanted]) > 0.3
+    assert error_of([wanted.conj().conj()], [wanted]) == 0
+
+
+def test_large_integers_are_equal_or_not_and_small_ones_may_have_been_rounded() -> None:
+    seconds = torch.tensor([1_700_000_000, 1_700_000_007])
+    assert error_of([seconds + 1], [seconds]) == INTEGERS_DIFFER > TOLERANCE[torch.bfloat16]
+    far = torch.tensor([2**62])
+    assert error_of([far + 1], [far]) == INTEGERS_DIFFER
+    sound = torch.tensor([32000, -32000], dtype=torch.int16)
+    assert 0 < error_of([sound + 1], [sound]) < TOLERANCE[torch.float32]
 
 
 def test_views_and_writes_keep_their_memory() -> None:

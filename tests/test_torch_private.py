@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcgsvc import torch_private as private
 
@@ -820,6 +821,8 @@ def test_a_dtensor_is_lowered_to_ops_on_its_local_part(group: None) -> None:
 
     assert not private.is_dtensor(torch.zeros(2))
     mesh = init_device_mesh("cpu", (1,))
+    assert private.is_mesh(mesh)
+    assert not private.is_mesh(1)
     weight = distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)])
     assert private.is_dtensor(weight)
     assert private.is_dtensor_spec(weight._spec)
@@ -843,6 +846,21 @@ def test_a_dtensor_is_lowered_to_ops_on_its_local_part(group: None) -> None:
     assert not any(map(private.is_dtensor, inputs))
     names = {private.op_name(n.target) for n in graph.graph.nodes if n.op == "call_function"}
     assert {"aten::mul", "aten::sum"} <= names
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_error_of_torch_compile_under_a_mode_is_known() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with pytest.raises(RuntimeError) as caught, Mode():
+        torch.compile(lambda x: x * 2, fullgraph=True)(torch.ones(2))
+    assert private.is_compile_error(caught.value)
+    assert not private.is_compile_error(RuntimeError("no"))
+    assert not private.is_compile_error(None)
 
 
 def test_without_a_group_there_are_none() -> None:

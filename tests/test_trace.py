@@ -14,6 +14,7 @@ import pytest
 import torch
 from core_helpers import WIDTH, Toy, attended, build, rows, toy, trace_of
 from torch import nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -93,11 +94,18 @@ def test_an_op_that_torch_traces_for_one_size_is_no_comparison_with_a_constant()
         return torch.gather(hidden, 0, k[:, None].expand_as(hidden))
 
     given, dims = {"hidden": rows(3), "k": torch.arange(3)}, {"hidden": 0, "k": 0}
-    with pytest.raises(TraceError, match=r"'hidden' came out fixed.*or given to an op") as caught:
+    with pytest.raises(
+        TraceError, match=r"'hidden' came out fixed.*or gives it to an op"
+    ) as caught:
         trace_of(forward, given, dims)
     assert "test_trace.py" in str(caught.value)
     assert "mark_dynamic" not in str(caught.value)
     trace_of(gathered, given, dims)
+
+
+def test_python_for_each_row_is_called_so() -> None:
+    with pytest.raises(TraceError, match=r"runs Python for each of its rows"):
+        trace_of(lambda x: torch.stack([row * 2 for row in x]))
 
 
 def test_the_traced_size_is_no_dimension_in_sight() -> None:
@@ -243,7 +251,12 @@ def test_an_in_place_write_to_a_buffer_is_known_and_the_buffer_unchanged() -> No
     assert len(traced.outputs) == 1
 
 
-@pytest.mark.parametrize("how", ["view", "splitting op", "setitem", "out="])
+STATISTICS = ["embedding", "embedding_bag", "batch_norm", "instance_norm", "torch.batch_norm"]
+
+
+@pytest.mark.parametrize(
+    "how", ["view", "splitting op", "setitem", "out=", "inplace by position", *STATISTICS]
+)
 def test_every_way_to_write_a_buffer_is_seen(how: str) -> None:
     class Writes(nn.Module):
         state: torch.Tensor
@@ -259,11 +272,41 @@ def test_every_way_to_write_a_buffer_is_seen(how: str) -> None:
                 torch.ops.toy.bump(self.state, x)
             elif how == "setitem":
                 self.state[0] = 3
+            elif how == "inplace by position":
+                F.leaky_relu(self.state, 0.1, True)
+            elif how in STATISTICS:
+                keep_statistics(how, x, self.state)
             else:
                 torch.add(self.state, 1, out=self.state)
             return x + self.state.sum()
 
     assert trace_of(Writes()).mutated == ["state"]
+
+
+def keep_statistics(how: str, x: torch.Tensor, state: torch.Tensor) -> None:
+    mean = state.view(-1)[: x.shape[1]]
+    if how == "embedding":
+        F.embedding((x[:, 0] > 0).long(), state, max_norm=0.5)
+    elif how == "embedding_bag":
+        F.embedding_bag((x > 0).long(), state, max_norm=0.5, mode="sum")
+    elif how == "batch_norm":
+        F.batch_norm(x, mean, torch.ones_like(mean), training=True)
+    elif how == "instance_norm":
+        F.instance_norm(x[:, :, None].expand(-1, -1, 3), mean, torch.ones_like(mean))
+    else:
+        torch.batch_norm(x, None, None, mean, torch.ones_like(mean), True, 0.1, 1e-5, False)
+
+
+def test_statistics_that_are_only_read_and_operators_with_an_underscore_write_nothing() -> None:
+    mask, mean, table = torch.tensor([True]), torch.ones(WIDTH), torch.ones(2, WIDTH)
+
+    def forward(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        kept = (seen & (x > 0)) | (mask & seen)  # `operator.and_`, `operator.or_`
+        h = F.batch_norm(F.relu(x, False), mean, mean) + F.embedding(seen[:, 0].long(), table)
+        return torch.where(kept, h, 0)
+
+    traced = trace_of(forward, (rows(3), rows(3) > 0), {"x": 0, "seen": 0})
+    assert traced.mutated == []
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -426,10 +469,11 @@ def test_a_change_of_a_global_container_is_refused() -> None:
     assert LOG == []
 
 
-def test_an_in_place_write_to_an_input_is_refused() -> None:
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: F.relu(x, True)])
+def test_an_in_place_write_to_an_input_is_refused(write: Callable[..., Any]) -> None:
     # The runner copies inputs into its own buffers: the caller's tensor would stay as it was.
     def forward(x: torch.Tensor) -> torch.Tensor:
-        x.add_(1)
+        write(x)
         return x * 2
 
     with pytest.raises(TraceError, match=r"writes .*'x'"):

@@ -128,6 +128,97 @@ def test_a_run_verifies_though_the_self_check_is_off(target: str, cli: Cli) -> N
     assert done.reports[0]["config"]["capture"]["self_check"] is False
 
 
+# -- results and inputs of other dtypes, and operators that refuse padding --
+
+
+def imaginary_count(x: torch.Tensor) -> torch.Tensor:
+    return torch.complex(x, x + x.shape[0])
+
+
+def stamped(x: torch.Tensor) -> torch.Tensor:
+    return torch.full((x.shape[0],), 1_700_000_000) + x.shape[0]
+
+
+@pytest.mark.parametrize("forward", [imaginary_count, stamped])
+def test_counted_rows_are_found_in_imaginary_parts_and_in_large_numbers(forward: Any) -> None:
+    with pytest.raises(VerifyError, match="computes with their number"):
+        build(forward, rows(6), sizes=[4, 8])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.uint16, torch.uint64])
+@pytest.mark.parametrize("shape", [(6,), (6, 3)])
+def test_inputs_of_dtypes_that_torch_cannot_compare(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2j if x.is_complex() else x.to(torch.int32) + 1
+
+    example = torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
+    with build(forward, example, sizes=[1, 4]) as runner:
+        for num in (1, 3, 4):
+            assert torch.equal(runner(example[:num]), forward(example[:num]))
+
+
+class Clock(torch.nn.Module):
+    ticks: torch.Tensor
+
+    def __init__(self, masked: bool, start: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.masked = masked
+        self.register_buffer("ticks", torch.tensor(start, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ticks.add_(pcgsvc.true_rows(x).sum() if self.masked else x.shape[0])
+        return x * 2
+
+
+@pytest.mark.parametrize(("start", "dtype"), [(1.7e9, torch.float64), (1e5, torch.float32)])
+def test_padding_rows_that_a_large_count_gets_are_found(start: float, dtype: torch.dtype) -> None:
+    with pytest.raises(VerifyError, match=r"reach the model's state \['ticks'\]"):
+        build(Clock(False, start, dtype).eval(), rows(6), sizes=[4, 8])
+    clock = Clock(True, start, dtype).eval()
+    with build(clock, rows(6), sizes=[4, 8]) as runner:
+        runner(rows(3))
+    assert clock.ticks == start + 3
+
+
+def test_complex_rows_that_mix_are_found() -> None:
+    with pytest.raises(VerifyError, match="mixes rows"):
+        build(lambda x: x + x.abs().nanmean(0), rows(6).to(torch.complex64), sizes=[4, 8])
+
+
+def refuses_nan(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.svd(x.view(-1, 2, 2) + 0.0)[1]
+
+
+def refuses_large_values(x: torch.Tensor) -> torch.Tensor:
+    return torch.eye(9)[x[:, 0].long().abs()] + x[:, :1]
+
+
+def test_an_operator_that_refuses_nan_is_checked_with_large_values() -> None:
+    with build(refuses_nan, rows(6), sizes=[1, 4]) as runner:
+        x = rows(3)
+        torch.testing.assert_close(runner(x), refuses_nan(x))
+    assert {row["padding"] for row in runner.report["verify"]} <= {None, "zeros", "large values"}
+
+
+def test_an_operator_that_refuses_the_padding_is_told_and_the_way_out_works() -> None:
+    with pytest.raises(VerifyError, match=r"does not take .*filled with large values.*index"):
+        build(refuses_large_values, rows(6), sizes=[4, 8])
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        return refuses_large_values(torch.where(pcgsvc.true_rows(x)[:, None], x, 1))
+
+    with build(masked, rows(6), sizes=[4, 8]) as runner:
+        x = rows(3)
+        assert torch.equal(runner(x), refuses_large_values(x))
+
+
+def test_an_op_that_goes_another_way_while_it_is_recorded_is_told_so() -> None:
+    with pytest.raises(VerifyError, match=r"as roundings do.*torch\.linalg\.svdvals"):
+        build(lambda x: torch.linalg.svdvals(x.view(-1, 2, 2)), rows(64), sizes=[64])
+
+
 # -- what calls do: zeros, layouts, one tensor twice, no gradients --
 
 

@@ -19,6 +19,7 @@ from pcgsvc.config import Compiler, Config, Strategy, captures
 from pcgsvc.errors import CaptureError
 from pcgsvc.events import Phases
 from pcgsvc.forward.request import Request, check_forward
+from pcgsvc.forward.results import refuse_subclasses
 from pcgsvc.ops.breaks import HOST_READS, host_reads_refused
 from pcgsvc.ops.collectives import is_among_many, unnamed_boundaries
 from pcgsvc.partition.fx import check_aliases, partition_fx
@@ -61,7 +62,7 @@ def trace_forward(request: Request, phases: Phases) -> TracedGraph:
     """Trace the module whole; runs no kernel. TraceError says at which line that is impossible."""
     with phases.phase("trace"):
         if not is_among_many():  # the others may have loaded the program, and would not run it
-            check_forward(request)
+            refuse_subclasses(check_forward(request))
         traced = trace(request.bundle.module, request.inputs, request.constants)
     refuse_outputs(traced)
     return traced

@@ -115,6 +115,12 @@ class _Recorder(torch_private.RecordingMode):
         """
         if torch.Tag.inplace_view in torch_private.op_tags(func):
             return  # no memory is written
+        if torch.is_inference_mode_enabled():
+            raise CaptureError(
+                "the forward makes tensors in torch.inference_mode, which nothing may write to "
+                "outside of it, as a replay does. Leave it out, since a runner computes no "
+                "gradients."
+            )
         args, kwargs = _aliases(args), _aliases(kwargs)
         if mutates:
             self.steps.append(lambda: func(*args, **kwargs))
@@ -285,7 +291,7 @@ class RecordedEngine:
         self._current = []
 
     def _enter(self, recorder: _Recorder) -> None:
-        recorder.__enter__()  # type: ignore[no-untyped-call]
+        recorder.__enter__()
         self._recorder = recorder
         self._reads.active = True
 
@@ -293,7 +299,7 @@ class RecordedEngine:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None, "no segment is open"
         self._reads.active = False
-        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        recorder.__exit__(None, None, None)
         return recorder
 
     def run_piece(self, piece: CompiledPiece, args: list[Any]) -> Sequence[Any]:

@@ -217,11 +217,11 @@ class Session:
         listener = self._listener
         assert listener is not None, "a break is met while no piece runs"
         # Modes are a stack: the engine may have to leave its own, which lies under the listener.
-        listener.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        listener.__exit__(None, None, None)
         try:
             result = self._at_break(_Break(name, function, list(args), kwargs, declared=False))
         finally:
-            listener.__enter__()  # type: ignore[no-untyped-call]
+            listener.__enter__()
         self._refuse_fresh(name, result)
         return result
 

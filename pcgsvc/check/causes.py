@@ -6,7 +6,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from pcgsvc.check.tolerance import error_of, in_words, tolerance_of
 from pcgsvc.check.trial import Step, Trial, generators, same_random_numbers
 from pcgsvc.config import Compiler, Mode
 from pcgsvc.errors import PcgError, VerifyError
+from pcgsvc.forward.samples import Padding
+from pcgsvc.forward.specs import comparable, holds_nan
 from pcgsvc.forward.workspace import Workspace, preserved
 from pcgsvc.ops.context import use_context
 from pcgsvc.program.image import ProgramImage
@@ -61,6 +63,17 @@ def unsteady(trial: Trial, step: Step) -> str | None:
         "state and random seed: it reads host state that changes from call to call (a counter, "
         "the time), or an op writes memory that it does not declare. Move that into a splitting "
         "op, or pass it as an input."
+    )
+
+
+def aliasing(trial: Trial, step: Step) -> str:
+    """Say which ops return memory of an argument, which a compiler takes for new; or nothing."""
+    faults = undeclared_in(lambda: trial.plain(step), trial.memory.device)
+    return "".join(
+        f"; {fault.op} returns its argument {fault.argument!r} or a view of it, which the schema "
+        f"does not say ({fault.schema}): have it return a copy"
+        for fault in faults
+        if not fault.is_write
     )
 
 
@@ -140,6 +153,14 @@ def of_entry(
         )
     if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
         return _mixes(row, plan, memory)
+    if row["max_rel_err"] <= row["tolerance_true"]:
+        return (
+            f"{where}: the replay differs from the module on the same inputs by "
+            f"{row['max_rel_err']:.3g}, as roundings do, and only the replay: an operator takes "
+            "another way to the same result while it is recorded or captured, as "
+            "torch.linalg.svdvals does. Call one that does not (torch.linalg.svd), or move it into "
+            "a splitting op."
+        )
     mixes = (
         "the forward mixes rows behind a splitting op, whose padding rows a replay zeroes, or "
         if trial is not None and trial.model.image.matched and row["num_tokens"] < row["size"]
@@ -151,6 +172,26 @@ def of_entry(
         f"{mixes}an op reads host state or memory that the graph does not rewrite. Mark it as a "
         "splitting op, or set capture.self_check=false to look into it."
     )
+
+
+def failed_replay(kind: Padding, *, takes: bool) -> str:
+    """Say why a replay raises; `takes`: the module does not, on the same inputs."""
+    if takes:
+        return "the replay raises on inputs that the module takes"
+    return (
+        f"an operator does not take the padding rows, filled with {kind.value}. Have the forward "
+        "replace such rows, torch.where(pcgsvc.true_rows(x)[:, None], x, 1), or move it into a "
+        "splitting op that reads x[pcgsvc.true_rows(x)] alone"
+    )
+
+
+def does_not_raise(call: Callable[[], object]) -> bool:
+    """Whether a call returns; what it raises is the user's."""
+    try:
+        call()
+    except Exception:  # noqa: BLE001 - of any class
+        return False
+    return True
 
 
 def _without_graphs(row: Mapping[str, Any], trial: Trial) -> str | None:
@@ -184,7 +225,7 @@ def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
     below = [
         s.name
         for s in memory.inputs
-        if not s.example.dtype.is_floating_point and s.example.numel() and s.example.min() < 0
+        if not holds_nan(s.example.dtype) and s.example.numel() and comparable(s.example).min() < 0
     ]
     if below:
         text += (

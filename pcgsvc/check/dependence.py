@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from pcgsvc.forward.specs import holds_nan
 from pcgsvc.program.model import IDENTITY, LAYOUT
 
 Inputs = Mapping[str, torch.Tensor]
@@ -88,6 +89,6 @@ def _shared(inputs: Inputs) -> dict[str, torch.Tensor]:
     """Return one tensor for all inputs of one kind; of integers zeros, with which calls pad."""
     first: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
     for tensor in inputs.values():
-        like = tensor if tensor.is_floating_point() else torch.zeros_like(tensor)
+        like = tensor if holds_nan(tensor.dtype) else torch.zeros_like(tensor)
         first.setdefault((tensor.shape, tensor.dtype), like)
     return {name: first[tensor.shape, tensor.dtype] for name, tensor in inputs.items()}

@@ -130,6 +130,8 @@ class _Ops(torch_private.RecordingMode):
         rows: of the inputs; 0: indices of rows are not noted.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self, seen: Observation, models: set[int], device: torch.device, rows: int = 0
     ) -> None:

@@ -21,6 +21,7 @@ from pcgsvc.capture.plan import plan_capture
 from pcgsvc.check.causes import (
     BAKED_IN,
     RefusedRowsError,
+    aliasing,
     draws,
     draws_random,
     program_differs,
@@ -134,6 +135,7 @@ def _mended(
         raise VerifyError(f"{differs}: {BAKED_IN}")
     drop(wrong)
     found = f"the compiler gets {len(wrong)} region(s) wrong: {'; '.join(wrong.values())}"
+    found += aliasing(trial, step)
     if compiler.on_mismatch is OnMismatch.ERROR:
         raise VerifyError(
             f"{differs}: {found}. compiler.on_mismatch=eager runs just these uncompiled, "

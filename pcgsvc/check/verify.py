@@ -17,14 +17,20 @@ import torch
 
 from pcgsvc.capture.capture import GraphTable
 from pcgsvc.capture.plan import BatchDescriptor, CapturePlan, EntryKey
-from pcgsvc.check.causes import RefusedRowsError, of_entry, program_differs
+from pcgsvc.check.causes import (
+    RefusedRowsError,
+    does_not_raise,
+    failed_replay,
+    of_entry,
+    program_differs,
+)
 from pcgsvc.check.dependence import input_dependence
 from pcgsvc.check.tolerance import (
-    TOLERANCE,
     differ,
     error_of,
     in_words,
     near_ties,
+    spoilt_state,
     tolerance_of,
 )
 from pcgsvc.check.trial import Trial
@@ -245,11 +251,11 @@ class _Check(Trial):
 
         `compare_padded`: also with the module on the first of the padded inputs.
         """
-        size, specs, outputs = key[1].num_tokens, self.memory.inputs, self.model.outputs
+        size, outputs = key[1].num_tokens, self.model.outputs
         batch = self.samples.batch(true, uniform=key[1].uniform)
         alone, whole = self.samples.inputs(true), self.samples.inputs(size)
-        given = [padded(specs, alone, whole, kind) for kind in kinds]
-        replays = [self.replay(key, inputs, batch) for inputs in given]
+        tries = [self._padded_replay(key, alone, whole, kind, batch) for kind in kinds]
+        kinds, given, replays = zip(*tries, strict=True)
         first = replays[0]
         choices, near, error = first.choices, near_ties(first.results), 0.0
         if compare_padded:
@@ -271,8 +277,39 @@ class _Check(Trial):
         errors = [error_of(outputs.cut(replay.results, true), pure) for replay in replays]
         worst = max(errors) if self.is_exact else max(error, *errors)
         tolerance = tolerance_of(pure, worst, run_alone, always=self.model.ranks.many)
-        spoilt = [_spoilt(replay.state, states[0], tolerance) for replay in replays]
+        before = self.state  # put back after each run
+        spoilt = [spoilt_state(replay.state, states[0], before, tolerance) for replay in replays]
         return _Trial(true, error, tolerance, list(zip(kinds, errors, spoilt, strict=True)))
+
+    def _padded_replay(
+        self,
+        key: EntryKey,
+        alone: Mapping[str, torch.Tensor],
+        whole: Mapping[str, torch.Tensor],
+        kind: Padding,
+        batch: CheckedBatch,
+    ) -> tuple[Padding, dict[str, torch.Tensor], _Replay]:
+        """Replay an entry on true rows with a kind of padding; without NaN if an op refuses that.
+
+        Returns:
+            The kind of padding that it was, the inputs, and what the replay left.
+
+        Raises:
+            VerifyError: an op refuses the padding that calls have, or every other kind.
+        """
+        inputs = padded(self.memory.inputs, alone, whole, kind)
+        try:
+            return kind, inputs, self.replay(key, inputs, batch)
+        except (PcgError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if kind in (Padding.NAN, Padding.NAN_AND_LARGE):
+                return self._padded_replay(key, alone, whole, Padding.LARGE, batch)
+            with preserved(self.state):
+                takes = does_not_raise(lambda: self.module(inputs, batch, key[1].num_tokens, key))
+            where = f"{key[0].value} size {key[1].num_tokens} with {batch.num_tokens} true rows"
+            words = f"{where}: {failed_replay(kind, takes=takes)}: {words_of(error)}."
+            raise VerifyError(words) from error
 
     @property
     def is_exact(self) -> bool:
@@ -398,14 +435,3 @@ class _Check(Trial):
             counts = [n for n in counts if predicate.broken_by(n * step) is None]
             counts = counts or [descriptor.num_tokens // step]
         return (counts[0] if rng is None else rng.choice(counts)) * step
-
-
-def _spoilt(
-    after: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
-) -> list[str]:
-    """Return the state that padding rows reached: that differs from a run of the true rows."""
-    return [
-        name
-        for name, tensor in wanted.items()
-        if error_of([after[name]], [tensor]) > (tolerance if tensor.dtype in TOLERANCE else 0.0)
-    ]

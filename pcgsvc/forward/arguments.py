@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from pcgsvc.errors import BatchError, ConfigError
 from pcgsvc.forward.constants import Constants
 from pcgsvc.forward.plain import place_of, words_of
-from pcgsvc.forward.specs import InputSpec
+from pcgsvc.forward.specs import InputSpec, comparable, holds_nan
 
 DynamicDims = Mapping[str, int | Sequence[int]]
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -338,7 +338,7 @@ def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
         ConfigError: an example of integers is empty, so that there is nothing to draw from.
     """
     for spec in specs:
-        if not spec.example.numel() and not spec.example.dtype.is_floating_point:
+        if not spec.example.numel() and not holds_nan(spec.example.dtype):
             raise ConfigError(
                 f"example_inputs: {spec.name!r} is empty, and inputs that verify the runner are "
                 "drawn from it; give an example with valid values."
@@ -352,8 +352,10 @@ def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
             shape = spec.shape(rows)
             if spec.example.dtype is torch.bool and spec.dims:
                 made[spec.name] = _rows_of(spec, rows, generator)
-            elif spec.example.is_floating_point():
-                made[spec.name] = torch.randn(shape, generator=generator).to(spec.example.dtype)
+            elif holds_nan(spec.example.dtype):
+                drawn_as = torch.complex64 if spec.example.is_complex() else torch.float32
+                drawn = torch.randn(shape, generator=generator, dtype=drawn_as)
+                made[spec.name] = drawn.to(spec.example.dtype)
             else:
                 values = _integers(spec.example, of_rows, rows)
                 count = torch.Size(shape).numel()
@@ -371,8 +373,9 @@ def resampler(specs: Sequence[InputSpec]) -> MakeInputs:
 def _integers(example: torch.Tensor, of_rows: int, rows: int) -> torch.Tensor:
     """Return the values to draw from: if all may be indices of rows, those that are of `rows`."""
     values = example.flatten().cpu()
-    if rows < of_rows and bool(((values >= -of_rows) & (values < of_rows)).all()):
-        fewer = values[(values >= -rows) & (values < rows)]
+    numbers = comparable(values)
+    if rows < of_rows and bool(((numbers >= -of_rows) & (numbers < of_rows)).all()):
+        fewer = values[(numbers >= -rows) & (numbers < rows)]
         return fewer if len(fewer) else values
     return values
 
@@ -389,5 +392,6 @@ def _rows_of(spec: InputSpec, rows: int, generator: torch.Generator) -> torch.Te
 def _ascends(example: torch.Tensor) -> bool:
     if example.dim() != 1 or example.dtype is torch.bool:
         return False
-    before, after = example[:-1], example[1:]
+    numbers = comparable(example)
+    before, after = numbers[:-1], numbers[1:]
     return bool((after >= before).all() and (after > before).any())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.errors import ConfigError, ForwardError
+from pcgsvc.errors import ConfigError, ForwardError, TraceError
 from pcgsvc.forward.batch import StepBuffers, check_batch
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.process import build_modes
@@ -42,7 +42,22 @@ def run_plainly(
 
     Raises:
         ForwardError: the forward raised; `__cause__` is its exception.
+        TraceError: it returns a tensor that is not dense.
     """
+    try:
+        return _run_plainly(module, inputs, constants, rows)
+    except ForwardError as error:
+        if not torch_private.is_compile_error(error.__cause__):
+            raise
+    return _run_plainly(module, inputs, constants, rows)
+
+
+def _run_plainly(
+    module: Callable[..., Any],
+    inputs: Mapping[str, torch.Tensor],
+    constants: Mapping[str, Any],
+    rows: int,
+) -> Any:
     device = next(iter(inputs.values())).device
     copies = {name: tensor.clone() for name, tensor in inputs.items()}
     with torch_private.real_tensors():  # metadata is filled through numpy
@@ -52,13 +67,21 @@ def run_plainly(
     context = use_context(step.context(batch, rows, None))
     with build_modes(device), state_kept(module, device), context:
         try:
-            return module(**copies, **constants)
+            result = module(**copies, **constants)
         except Exception as error:
             shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in inputs.items())
             raise ForwardError(
                 f"the forward fails by itself, called plainly with {shapes}: "
                 f"{words_of(error)}{place_of(error)}.{_made_in_inference_mode(module, error)}"
             ) from error
+    for at, leaf in enumerate(flatten(result)[0]):
+        if isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
+            kind = "nested" if leaf.is_nested else str(leaf.layout)
+            raise TraceError(
+                f"result leaf {at}: got a {kind} tensor; a runner's results are dense. Return "
+                "what it is made of: .to_dense(), or .values() and its indices or offsets."
+            )
+    return result
 
 
 # ---- dynamic dimensions that were not named ------------------------------------------------------
@@ -94,7 +117,7 @@ def infer_dynamic_dims(
     dims = {name: 0 for name, t in tensors.items() if t.dim() and len(t) == rows}
     other = rows - 1 if rows > 2 else rows + 1
     take = torch.arange(other, device=first.device) % rows
-    fewer = {name: t.index_select(0, take) if name in dims else t for name, t in tensors.items()}
+    fewer = {name: t[take] if name in dims else t for name, t in tensors.items()}
     result = run_plainly(module, tensors, constants, rows)
     guess = f"dimension 0 of {', '.join(dims)} was tried with {other} rows in place of {rows}"
     try:

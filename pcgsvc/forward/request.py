@@ -135,8 +135,10 @@ def request_for(
     )
 
 
-def check_forward(request: Request) -> None:
+def check_forward(request: Request) -> Any:
     """Run a user's own forward plainly, before anything is traced; its state is put back.
+
+    Returns its result; None where it is not run.
 
     A model whose attention needs a KV cache is run on tensors without memory. Row counts that a
     model does not take are left to capture: one that works is enough.
@@ -146,7 +148,7 @@ def check_forward(request: Request) -> None:
     """
     bundle, generator = request.bundle, torch.Generator().manual_seed(request.config.seed)
     if bundle.samples_from is None:
-        return
+        return None
     module, constants = bundle.module, request.constants
     has_memory = bundle.attention is None
     first = next(s for s in request.inputs if s.dims)
@@ -157,11 +159,10 @@ def check_forward(request: Request) -> None:
         inputs = {s.name: s.laid_out(made[s.name].to(request.device)) for s in request.inputs}
         try:
             with contextlib.nullcontext() if has_memory else torch_private.fake_tensors():
-                run_plainly(module, inputs, constants, rows)
-            return
+                return run_plainly(module, inputs, constants, rows)
         except ForwardError as error:
             if not has_memory and torch_private.is_fake_limit(error.__cause__):
-                return  # it needs values, which only a run has
+                return None  # it needs values, which only a run has
             refusals.append(error)
     if bundle.samples_from == _RESAMPLED and not first.example.numel():
         raise ForwardError(f"{refusals[0]} {_EMPTY}") from refusals[0].__cause__

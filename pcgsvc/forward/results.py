@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
-from pcgsvc.errors import CompileError
+from pcgsvc.errors import CompileError, TraceError
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,18 @@ def flatten(result: Any) -> tuple[list[Any], ResultTree]:
 def tensors_in(result: Any) -> list[torch.Tensor]:
     """Return the tensors of a result, in the order of its leaves."""
     return [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def refuse_subclasses(result: Any) -> None:
+    """Raise TraceError if a result holds a tensor of a user's class, which no graph makes."""
+    for at, leaf in enumerate(flatten(result)[0]):
+        top = type(leaf).__module__.partition(".")[0]
+        if isinstance(leaf, torch.Tensor) and top != "torch":  # torch's own are told apart later
+            raise TraceError(
+                f"result leaf {at}: got a {type(leaf).__name__}, a class made of torch.Tensor; a "
+                "traced forward returns plain ones. Keep what the module holds as t.as_subclass("
+                "torch.Tensor) and wrap results outside of it, or use partition.strategy=breakable."
+            )
 
 
 def kind_of(leaf: Any, tensor: str) -> str:

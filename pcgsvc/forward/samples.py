@@ -14,7 +14,7 @@ import torch
 from pcgsvc.errors import BatchError
 from pcgsvc.forward.arguments import MakeInputs
 from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
-from pcgsvc.forward.specs import InputSpec, cut_rows
+from pcgsvc.forward.specs import InputSpec, cut_rows, holds_nan
 from pcgsvc.forward.workspace import Workspace
 
 
@@ -119,9 +119,9 @@ def _fill(tensor: torch.Tensor, dim: int, first_row: int, kind: Padding) -> None
     tail = tensor.narrow(dim, first_row, rows - first_row)
     if kind is Padding.ZEROS or rows == first_row:
         tail.zero_()
-    elif not tensor.is_floating_point():
-        order = torch.arange(rows - 1, first_row - 1, -1, device=tensor.device) % rows
-        tail.copy_(tensor.index_select(dim, order).clone())
+    elif not holds_nan(tensor.dtype):
+        by_row = tail.movedim(dim, 0)  # torch indexes all dtypes, and flips or selects only some
+        by_row.copy_(by_row[torch.arange(len(by_row) - 1, -1, -1, device=tensor.device)])
     else:
         large, nan = min(_LARGE, torch.finfo(tensor.dtype).max), float("nan")
         first, second, fourth = {

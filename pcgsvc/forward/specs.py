@@ -15,6 +15,19 @@ from typing import Any
 import torch
 
 
+def holds_nan(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype are drawn from a normal distribution, and may be NaN."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def comparable(integers: torch.Tensor) -> torch.Tensor:
+    """Return integers in a dtype for which torch can compare them; it cannot all unsigned ones."""
+    return integers if integers.dtype in _COMPARED else integers.to(torch.int64)
+
+
+_COMPARED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+
+
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
     """How one tensor input of the forward looks."""

@@ -41,6 +41,9 @@ def state_kept(module: Callable[..., Any], device: torch.device) -> Iterator[Non
 class _Watch(torch_private.RecordingMode):
     """Has tensors kept before an op writes to them."""
 
+    supports_higher_order_operators = True
+    """Their bodies write to nothing that is handed to them; a trace refuses them by name."""
+
     def __init__(self, kept: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.writes = Writes(kept, {})
@@ -48,11 +51,25 @@ class _Watch(torch_private.RecordingMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func._schema.is_mutable:
+        if torch_private.higher_order_name(func) is not None:
+            return func(*args, **(kwargs or {}))
+        if may_write(func):
             self.writes.before(str(func._schema.name), func._schema, args, kwargs or {})
         if func.namespace not in ("aten", "prims"):
             self.writes.before_foreign(str(func._schema.name), (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+
+def may_write(func: Any) -> bool:
+    """Whether an op writes to an argument: by its schema, or one of torch's that omits it there."""
+    return bool(func._schema.is_mutable) or func._schema.name in _STATISTICS
+
+
+_STATISTICS = dict.fromkeys(
+    ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"),
+    ("running_mean", "running_var"),
+)
+"""Ops of torch's whose schemas do not say what they write in training, with those arguments."""
 
 
 class Writes:
@@ -77,6 +94,8 @@ class Writes:
         """Look at what an op is about to write to."""
         given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
         written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        if given.get("training"):
+            written += _STATISTICS.get(op, ())
         for leaf in pytree.tree_leaves([given.get(name) for name in written]):
             if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
                 continue

@@ -39,6 +39,7 @@ from pcgsvc.events import Progress
 from pcgsvc.forward.plain import place_of, words_of
 from pcgsvc.forward.request import Request
 from pcgsvc.forward.samples import Padding
+from pcgsvc.forward.specs import holds_nan
 from pcgsvc.models.request import request_of
 from pcgsvc.pipeline import build
 from pcgsvc.report import words
@@ -218,7 +219,7 @@ def _updated(runner: Runner) -> Result:
     module: Any = runner.model.module
     state = module.state_dict(keep_vars=True)
     floats = (n for n in state if isinstance(state[n], torch.nn.Parameter) and state[n].dim())
-    names = {id(state[n]): n for n in floats if state[n].is_floating_point()}
+    names = {id(state[n]): n for n in floats if holds_nan(state[n].dtype)}
     trial = Trial.of(runner.model, runner.memory, runner.request)
     steps = _steps(runner, trial)[:_FEW]
     before, results = [trial.plain(step) for step in steps], [_compared(runner, trial, steps)]

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from pcgsvc.errors import ConfigError
+from pcgsvc.errors import ConfigError, TraceError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,6 +37,29 @@ def host_reads_refused(lines: Iterable[str]) -> str:
         "(.item(), bool(), int(), float(), if): in a graph it would be frozen at its value of the "
         f"capture run.\n{WAYS_OUT}"
     )
+
+
+def higher_order_refusal(name: str, where: str) -> TraceError:
+    """Return the error for an operator that runs graphs of its own, by torch's name for it."""
+    called, instead = _HIGHER_ORDER.get(name, (name, "call its body itself"))
+    return TraceError(
+        f"{called} at {where}: a higher-order operator, which runs graphs of its own; a piece has "
+        f"none. Ways out: {instead}; or as follows. {WAYS_OUT}"
+    )
+
+
+_HIGHER_ORDER = {
+    "cond": ("torch.cond", "compute both branches, and choose with torch.where"),
+    "flex_attention": (
+        "torch.nn.attention.flex_attention",
+        "call F.scaled_dot_product_attention with a mask",
+    ),
+    "tag_activation_checkpoint": (
+        "torch.utils.checkpoint",
+        "call the function itself, since there are no gradients to save memory for",
+    ),
+}
+"""What users call a higher-order operator, and what does the same without it."""
 
 
 class BreakHandler(Protocol):

@@ -24,9 +24,14 @@ from pcgsvc.forward.objects import tensors_held, tensors_of
 from pcgsvc.forward.plain import line_of
 from pcgsvc.forward.results import flatten, kind_of
 from pcgsvc.forward.samples import Samples
-from pcgsvc.forward.state import Attributes, Writes
+from pcgsvc.forward.state import Attributes, Writes, may_write
 from pcgsvc.forward.workspace import Workspace
-from pcgsvc.ops.breaks import HOST_READS, handle_breaks, host_reads_refused
+from pcgsvc.ops.breaks import (
+    HOST_READS,
+    handle_breaks,
+    higher_order_refusal,
+    host_reads_refused,
+)
 from pcgsvc.ops.collectives import COLLECTIVES, FOREIGN
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.submodules import Calls, watched
@@ -173,7 +178,9 @@ class ForwardRun:
 
 
 class _Ops(torch_private.RecordingMode):
-    """Notes breaks, and whether kernels run between them."""
+    """Notes breaks, and whether kernels run between them; refuses higher-order operators."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, run: ForwardRun, boundaries: Boundaries, writes: Writes) -> None:
         super().__init__()
@@ -183,8 +190,12 @@ class _Ops(torch_private.RecordingMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (higher := torch_private.higher_order_name(func)) is not None:
+            if self._run.in_break:
+                return func(*args, **kwargs)
+            raise higher_order_refusal(higher, line_of(traceback.extract_stack()))
         name = str(func._schema.name)
-        if func._schema.is_mutable:
+        if may_write(func):
             self._writes.before(name, func._schema, args, kwargs)
         if name in self._names:
             self._run.broke(name, args, kwargs)

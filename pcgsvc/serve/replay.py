@@ -17,6 +17,7 @@ from pcgsvc.capture.plan import EntryKey
 from pcgsvc.capture.session import Entry
 from pcgsvc.config import Mode
 from pcgsvc.forward.results import flatten
+from pcgsvc.forward.specs import holds_nan
 from pcgsvc.forward.workspace import Workspace
 from pcgsvc.program.model import CompiledModel
 
@@ -86,7 +87,7 @@ def poison_others(table: GraphTable, entry: Entry) -> None:
     """Fill what every other entry's segments allocated with NaN, as pool sharing may."""
     for other in table.entries.values():
         for tensor in other.owned if other is not entry else ():
-            tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(0)
+            tensor.fill_(float("nan") if holds_nan(tensor.dtype) else 0)
 
 
 def clone_all(results: list[torch.Tensor], indices: Sequence[int]) -> None:

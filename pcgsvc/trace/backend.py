@@ -14,7 +14,7 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.errors import TraceError
-from pcgsvc.ops.breaks import WAYS_OUT
+from pcgsvc.ops.breaks import WAYS_OUT, higher_order_refusal
 from pcgsvc.trace.graph import Guard
 from pcgsvc.trace.nodes import user_line
 
@@ -54,8 +54,16 @@ class DynamoCapture:
         self.refusal = _refusal(outputs)
         if self.refusal is not None:  # raised here, before Dynamo's bytecode carries it out
             raise RuntimeError(self.refusal)
-        if any(map(torch_private.is_dtensor, inputs)):
+        if any(torch_private.is_dtensor(v) or torch_private.is_mesh(v) for v in inputs):
             self.graph, self.graph_inputs = torch_private.lowered_dtensors(graph, inputs)
+            own = self.graph.graph.find_nodes(op="get_attr")
+            if own:
+                users = ", ".join(sorted({str(u.target) for n in own for u in n.users}))
+                self.refusal = (
+                    f"an operation on DTensors makes a tensor of its own (for {users}), which no "
+                    "piece can hold. Compute on .to_local() there, or in a splitting op."
+                )
+                raise RuntimeError(self.refusal)
         # Of one element: Dynamo's bytecode calls .item() on a result that stands for a float.
         sentinels = tuple(torch.zeros(()) for _ in outputs)
         self.sentinels = list(sentinels)
@@ -101,15 +109,6 @@ def view_refusal(view: str, at: int) -> str:
 # ---- what no program can hold --------------------------------------------------------------------
 
 
-_HIGHER_ORDER = {
-    "cond": ("torch.cond", "compute both branches, and choose with torch.where"),
-    "tag_activation_checkpoint": (
-        "torch.utils.checkpoint",
-        "call the function itself, since there are no gradients to save memory for",
-    ),
-}
-"""What users call a higher-order operator, and what does the same without it."""
-
 _INSTEAD = {
     "torch.nn.attention.sdpa_kernel": "leave the choice of kernel to torch",
     "torch.func": "write the computation for the whole batch",
@@ -142,8 +141,4 @@ def _refuse_higher_order(node: torch.fx.Node) -> None:
     """Refuse operators whose bodies are graphs of their own: a piece is one list of calls."""
     name = torch_private.higher_order_name(node.target)
     if name is not None:
-        called, instead = _HIGHER_ORDER.get(name, (name, "call its body itself"))
-        raise TraceError(
-            f"{called} at {user_line(node)}: a higher-order operator, which runs graphs of its "
-            f"own; a piece has none. Ways out: {instead}; or as follows. {WAYS_OUT}"
-        )
+        raise higher_order_refusal(name, user_line(node))

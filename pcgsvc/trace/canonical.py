@@ -141,7 +141,8 @@ class Canonical:
             if not isinstance(value, torch.Tensor):
                 raise TraceError(
                     f"graph input {node.name}: a {type(value).__name__} was lifted out of the "
-                    "forward; only tensors and the row count can be inputs of a piece."
+                    "forward; only tensors and the row count can be inputs of a piece. Use it in "
+                    "a splitting op, or before the forward."
                 )
             kind, name = self._name_of(node, value, by_example)
             if kind != "input":
@@ -194,8 +195,9 @@ class Canonical:
                 if not isinstance(got, torch.SymInt) or not self._expression(got).free_symbols:
                     raise TraceError(
                         f"dynamic_dims: dimension {dim} of {spec.name!r} came out fixed at "
-                        f"{int(got)}: the forward compares it with a constant. Remove the "
-                        "comparison, or take the dimension out of dynamic_dims."
+                        f"{int(got)}: the forward compares it with a constant, or runs Python for "
+                        "each of its rows. Compute all rows at once, or take the dimension out of "
+                        "dynamic_dims."
                     )
 
     # -- nodes --

@@ -70,6 +70,7 @@ def _unite(graph: torch.fx.Graph, node: torch.fx.Node, op: Any) -> None:
         made.meta = dict(node.meta)
         result = made
     else:
+        _refuse_gaps(node, operand, waits)
         result = _target(graph, node, operand, waits)
         with graph.inserting_before(node):
             made = graph.call_function(op, (result, *words, word))
@@ -103,6 +104,19 @@ def _target(
         )
     copy.meta = dict(waits[0].meta)
     return copy
+
+
+def _refuse_gaps(node: torch.fx.Node, operand: torch.fx.Node, waits: list[torch.fx.Node]) -> None:
+    """Refuse a collective in place on a view with gaps: torch's own takes what lies between."""
+    example = operand.meta["example_value"]
+    outer_first = sorted(range(example.dim()), key=lambda dim: -example.stride(dim))
+    in_place = any(_is_copy_back(user, operand, wait) for wait in waits for user in wait.users)
+    if in_place and not example.permute(outer_first).is_contiguous():
+        raise TraceError(
+            f"{_name(node)} at {user_line(node)}: in place on a view with gaps, where torch takes "
+            "the memory between for its own and gives wrong sums. Make it contiguous first, and "
+            "copy the result back: y = h[:, 4:].contiguous(); all_reduce(y); h[:, 4:] = y."
+        )
 
 
 def _is_copy_back(user: torch.fx.Node, operand: torch.fx.Node, wait: torch.fx.Node) -> bool:

@@ -171,10 +171,11 @@ def _explain(error: Exception, names: Sequence[str]) -> str:
     if fixed is not None:  # the rest is torch's advice for its own marks and symbols
         name, dim = names[int(fixed.group(1))], fixed.group(2)
         reason = (
-            f"dynamic_dims: dimension {dim} of {name!r} came out fixed: it is compared with a "
-            "constant there, or given to an op that torch traces for one size alone, such as "
-            "torch.take_along_dim (torch.gather is traced for all). Change that, or take the "
-            "dimension out of dynamic_dims."
+            f"dynamic_dims: dimension {dim} of {name!r} came out fixed: the forward compares it "
+            "with a constant, runs Python for each of its rows (for row in x, unbind, split), or "
+            "gives it to an op that torch traces for one size alone, such as torch.take_along_dim "
+            "(torch.gather is traced for all). Compute all rows at once, or take the dimension out "
+            "of dynamic_dims."
         )
     elif guarded is not None:
         reason = f"it branches on a value of the device ({guarded.group(1)}: .item(), bool(), if)."

@@ -5,13 +5,16 @@ In: FX nodes. Out: facts about them.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils import _pytree as pytree
 
 from pcgsvc import torch_private
@@ -47,16 +50,58 @@ def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
                 by_name = node.kwargs.get(argument.name)
                 found.append(node.args[at] if at < len(node.args) else by_name)
     else:
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        in_place = str(name).endswith("_") and not str(name).endswith("__")
-        if in_place or node.target in _INPLACE_OPERATORS or node.kwargs.get("inplace") is True:
+        given = _named_args(node)
+        if _is_in_place(node) or given.get("inplace") is True:
             found.append(node.args[0] if node.args else node.kwargs.get("input"))
+        asked, names = _WRITES_IF.get(node.target, ("", ()))
+        if given.get(asked) not in (None, False):
+            found += [given.get(name) for name in names]
         found.append(node.kwargs.get("out"))
     return [
         n
         for n in pytree.tree_leaves(found)
         if isinstance(n, torch.fx.Node) and isinstance(n.meta.get("example_value"), torch.Tensor)
     ]
+
+
+def _is_in_place(node: torch.fx.Node) -> bool:
+    """Whether a call without a schema writes to its first argument by its name."""
+    target = node.target
+    if getattr(target, "__module__", None) == operator.add.__module__:
+        return target in _INPLACE_OPERATORS  # `and_` and `or_` are named so as not to be keywords
+    name = str(target if node.op == "call_method" else getattr(target, "__name__", ""))
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _named_args(node: torch.fx.Node) -> Mapping[str, Any]:
+    """Return what a function is given, by name; of builtins only where it is asked for."""
+    if node.op == "call_function" and node.target in _BUILTINS:
+        return {**dict(zip(_BUILTINS[node.target], node.args, strict=False)), **node.kwargs}
+    if not isinstance(node.target, FunctionType):
+        return node.kwargs
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except TypeError:
+        return node.kwargs
+    bound.apply_defaults()
+    return bound.arguments
+
+
+_WRITES_IF: dict[Any, tuple[str, tuple[str, ...]]] = {
+    F.embedding: ("max_norm", ("weight",)),
+    F.embedding_bag: ("max_norm", ("weight",)),
+    F.batch_norm: ("training", ("running_mean", "running_var")),
+    F.instance_norm: ("use_input_stats", ("running_mean", "running_var")),
+    torch.batch_norm: ("training", ("running_mean", "running_var")),
+    torch.instance_norm: ("use_input_stats", ("running_mean", "running_var")),
+}
+"""Functions that write to some of their arguments if another one asks for it."""
+_STATISTICS = ("input", "weight", "bias", "running_mean", "running_var")
+_BUILTINS: dict[Any, tuple[str, ...]] = {
+    torch.batch_norm: (*_STATISTICS, "training"),
+    torch.instance_norm: (*_STATISTICS, "use_input_stats"),
+}
+"""Those of them that have no signature, with the names of their first arguments."""
 
 
 def name_once(output: torch.fx.Node) -> None:
