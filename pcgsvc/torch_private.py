@@ -313,6 +313,18 @@ def through_torch(source: str) -> bool:
     return f"G['_{id(torch)}_c" in source
 
 
+def guard_value(entry: Any) -> Any:
+    """Return what one of Dynamo's guards read; None where it read nothing that could be compared.
+
+    On torch 2.11 a guard on whether an attribute is there has the attribute itself, not its owner,
+    and of a buffer's own attributes Dynamo's mark is one, in the process that traced.
+    """
+    keywords = getattr(entry.orig_guard.create_fn, "keywords", {})
+    if not entry.has_value or (entry.guard_type == "HASATTR" and "attr" not in keywords):
+        return None
+    return entry.value
+
+
 def setting_source(source: str, value: Any) -> str | None:
     """Return where a setting of torch is read, if a guard's value is its entry in a config module.
 
@@ -627,9 +639,13 @@ def forget_loaded_code() -> None:
     It is found by the hash of its source, so a wrong library would be taken again.
     """
     if "torch._inductor.codecache" in sys.modules:
+        from torch._inductor.codecache import CppPythonBindingsCodeCache as Kernels
         from torch._inductor.utils import clear_caches
 
+        modules = [f"{key}.{Kernels.entry_function}" for key in Kernels.cache]
         clear_caches()
+        for name in modules:  # torch 2.11 looks there first, and leaves them there
+            sys.modules.pop(name, None)
 
 
 def count_kernels(source: str) -> int:

@@ -1,8 +1,8 @@
 # Makes the virtual environment that scripts/run, test and check use. Sourced, never run.
 #
 # In:  PYTHON (default python3) makes the environment, PCGSVC_VENV (default .venv) says where.
-#      PCGSVC_TORCH=VERSION: that torch instead of the pinned one, with the triton that it brings and
-#      the other pins, in an environment of its own (.venv-torch-VERSION).
+#      PCGSVC_TORCH=VERSION: that torch instead of the pinned one, with the triton that it brings, a
+#      setuptools that it takes and the other pins, in an environment of its own (.venv-torch-VERSION).
 # Out: `ensure_env [EXTRA]` leaves the environment installed and sets PY to its interpreter.
 # Knows nothing of what is run in it.
 #
@@ -25,7 +25,7 @@ _pins() {
     if [[ -z $TORCH ]]; then
         cat "$ROOT/constraints.txt"
     else
-        grep -vE '^(torch|triton)==' "$ROOT/constraints.txt"
+        grep -vE '^(torch|triton|setuptools)==' "$ROOT/constraints.txt"
         echo "torch==$TORCH"
     fi
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import enum
 import functools
 import json
@@ -237,6 +238,15 @@ def test_an_attribute_that_is_missed_as_torch_2_11_names_it_is_stored() -> None:
     model = Flexible()
     model.gone = 1
     assert "hasattr(module, 'gone')" in str(guards.first_broken([stored], model, {}))
+
+
+def test_the_defaults_of_a_dataclass_as_dynamo_of_torch_2_11_reads_them_are_evaluated() -> None:
+    model = Flexible()
+    model.one, model.two = (dataclasses.make_dataclass("R", [("n", int, n)]) for n in (1, 2))
+    for name, broken in (("one", False), ("two", True)):
+        source = f"___dataclass_fields(module.{name})[0].default"
+        guard = StoredGuard(source, "CONSTANT_MATCH", 1)
+        assert (guards.first_broken([guard], model, {}) is not None) == broken
 
 
 def test_how_a_setting_comes_to_its_value_as_dynamo_of_torch_2_15_writes_it_is_its_value() -> None:

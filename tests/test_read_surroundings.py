@@ -143,7 +143,13 @@ class Hashes(nn.Module):
     ("cls", "reason"),
     [
         (CallsGetenv, r"os.getenv is called, .* use os.environ.get"),
-        (Hashes, r"the forward calls hash\(\)"),
+        pytest.param(
+            Hashes,
+            r"the forward calls hash\(\)",
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith("2.11."), reason="its Dynamo cannot trace hash()"
+            ),
+        ),
     ],
 )
 def test_what_only_this_process_can_tell_is_not_stored_and_the_reason_is_reported(

@@ -239,7 +239,7 @@ def test_profiler_ranges_carry_the_pieces_names() -> None:
     config = make_config(sizes=[4])
     config.debug.profile_ranges = True
     with pcgsvc.build_runner(toy(1), rows(3), dynamic_dims={"x": 0}, config=config) as runner:
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             runner(rows(4))
         names = {event.key for event in profile.key_averages()}
     assert {"piece_00", "piece_02", "toy::attend"} <= names

@@ -197,7 +197,7 @@ def test_a_step_has_one_profiler_range(monkeypatch: pytest.MonkeyPatch) -> None:
     config = pcgsvc.load_config([*words, "dtype=float32"])
     model = Layers("planned", "planned")
     with pcgsvc.build_runner(model, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             runner(rows(4))
         names = [event.name for event in profile.events()]
         assert names.count("stitched") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -92,6 +93,32 @@ def test_through_torch_tells_dynamo_s_own_global_from_a_user_s() -> None:
     assert own
     assert not private.through_torch("G['_c0'].Tensor")
     assert not private.through_torch("G['__import_torch'].Tensor")
+
+
+class HasABuffer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * 2 if hasattr(self, "calls") and not hasattr(x, "mine") else x
+
+
+def test_guard_value_is_what_was_read_and_not_an_attribute_of_which_only_the_presence_was() -> None:
+    module = HasABuffer()
+    _, guards = traced(lambda x: module(x), torch.ones(2))
+    assert any(private.guard_value(g) is module for g in guards)
+    for guard in guards:
+        value = private.guard_value(guard)
+        if guard.guard_type != "HASATTR":
+            assert value is (guard.value if guard.has_value else None)
+        elif guard.name.endswith((".calls", ".mine")):  # as torch 2.11 names them
+            assert value is None
+    late = {"guard_type": "HASATTR", "has_value": True, "value": 1}
+    for create, value in ((print, None), (functools.partial(print, attr="mine"), 1)):
+        entry = types.SimpleNamespace(orig_guard=types.SimpleNamespace(create_fn=create), **late)
+        assert private.guard_value(entry) == value
 
 
 def test_setting_source_reads_what_the_entry_of_a_config_module_amounts_to() -> None:
@@ -506,12 +533,17 @@ def test_probe_cpp_compiler_leaves_a_library_once_in_the_folder_that_is_set(
 
 
 def test_forget_loaded_code_empties_inductors_caches() -> None:
-    from torch._inductor.codecache import CppCodeCache, PyCodeCache
+    from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, PyCodeCache
 
-    CppCodeCache.cache["a hash"] = lambda: types.ModuleType("loaded")
-    PyCodeCache.modules.append(types.ModuleType("loaded"))
+    loaded = types.ModuleType("loaded")
+    for cache in (CppCodeCache.cache, CppPythonBindingsCodeCache.cache):
+        cache["a hash"] = lambda: loaded
+    sys.modules["a hash.kernel"] = loaded
+    PyCodeCache.modules.append(loaded)
     private.forget_loaded_code()
     assert not CppCodeCache.cache
+    assert not CppPythonBindingsCodeCache.cache
+    assert "a hash.kernel" not in sys.modules
     assert not PyCodeCache.modules
 
 

@@ -11,13 +11,13 @@ the standard library or this package, whose versions are.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 import os
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ _ROOTS = ("names", "places", "tensors", "traced")
 """Locals of our own traced function."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class StoredGuard:
     """One guard as it is stored."""
 
@@ -160,7 +160,7 @@ _GETENV = (os.getenv, os.getenvb)
 
 
 def _has(source: str, scope: _Scope) -> Guard:
-    """Return a guard on whether an attribute is there; torch 2.11 names it where it is not."""
+    """Return a guard on whether an attribute is there; torch 2.11 names the attribute."""
     owner, _, name = source.rpartition(".")
     text = f"hasattr({owner}, {name!r})"
     return Guard(source=text, kind="CONSTANT_MATCH", value=scope.read(text))
@@ -226,6 +226,7 @@ class _Scope:
             "constants": dict(constants),
             "G": _Globals(),
             _RANK: rank_and_world(),
+            "___dataclass_fields": dataclasses.fields,  # Dynamo's word for it
             "__builtins__": {
                 t.__name__: t for t in (object, type, dict, list, tuple, len, hasattr)
             },

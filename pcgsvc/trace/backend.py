@@ -41,7 +41,7 @@ class DynamoCapture:
     def guard_sink(self, entries: Sequence[Any]) -> None:
         """Keep Dynamo's guards; the last call has them all."""
         self.guards = [
-            Guard(source=e.name, kind=e.guard_type, value=e.value if e.has_value else None)
+            Guard(source=e.name, kind=e.guard_type, value=torch_private.guard_value(e))
             for e in entries
         ]
 
