@@ -880,6 +880,7 @@ def test_a_dtensor_is_lowered_to_ops_on_its_local_part(group: None) -> None:
     assert {"aten::mul", "aten::sum"} <= names
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="it runs uncompiled there")
 @pytest.mark.filterwarnings("ignore")
 def test_an_error_of_torch_compile_under_a_mode_is_known() -> None:
     class Mode(TorchDispatchMode):
