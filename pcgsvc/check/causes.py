@@ -127,9 +127,11 @@ def program_differs(trial: Trial, step: Step) -> tuple[float, float] | None:
             trial.plain(step)
         except Exception as same:  # the user's code
             raise RefusedRowsError(f"{type(same).__name__}: {same}") from same
+        # Other processes take no part in experiments.
+        also = "" if trial.model.ranks.many else aliasing(trial, step)
         raise VerifyError(
             f"the program raises at {step.rows} rows, without graphs, and the module does not: "
-            f"{type(raised).__name__}: {raised}"
+            f"{type(raised).__name__}: {raised}{also}"
         ) from raised
     error = error_of(got, wanted)
     ranks = trial.model.ranks
