@@ -49,6 +49,7 @@ def run_plainly(
     except ForwardError as error:
         if not torch_private.is_compile_error(error.__cause__):
             raise
+    # That run imported Dynamo; where it is there, the modes have nothing compiled under them.
     return _run_plainly(module, inputs, constants, rows)
 
 

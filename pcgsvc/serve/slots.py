@@ -320,7 +320,7 @@ class Slots:
             block_tables=self._tables[[c._slot for c, _ in rows], :width],
         )
         ends = None
-        if len(at_end) < len(ids):  # copied first: after the launch, a copy would wait for it
+        if 0 < len(at_end) < len(ids):  # copied first: after the launch, a copy would wait for it
             last_rows = torch.from_numpy(np.cumsum(batch.query_lens)[at_end] - 1)
             ends = last_rows.to(self._runner.memory.device)
         if meanwhile is not None and not self._is_async:
