@@ -80,17 +80,18 @@ def build(module: torch.nn.Module, overrides: list[str]) -> Runner:
 
 
 @functools.cache
-def _chain() -> torch.cuda.CUDAGraph:
+def _chain(kernels: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Return a graph of one-element kernels, and their memory: a graph does not keep it."""
     x, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(200):
+        for _ in range(kernels):
             x.add_(1)
-    return graph
+    return graph, x
 
 
 def chain_us() -> float:
     """Return the µs per kernel of a graph of 200 one-element kernels: the card's state."""
-    graph, ends = _chain(), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    graph, ends = _chain(200)[0], [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     graph.replay()
     ends[0].record()
     for _ in range(4):
@@ -98,6 +99,17 @@ def chain_us() -> float:
     ends[1].record()
     torch.cuda.synchronize()
     return round(ends[0].elapsed_time(ends[1]) / 800 * 1e3, 3)
+
+
+def launch_us() -> float:
+    """Return the median host µs of launching a graph of one kernel: 2.8 where nobody else works."""
+    graph, times = _chain(1)[0], []
+    for _ in range(40):
+        started = time.perf_counter()
+        graph.replay()
+        times.append(time.perf_counter() - started)
+        torch.cuda.synchronize()
+    return round(1e6 * statistics.median(times), 2)
 
 
 def measure(
@@ -110,7 +122,8 @@ def measure(
 
     `before`: called before each run; not in the host time, but in the back-to-back time.
     `host_low_us`: the 10th percentile. On a lent machine whose CPU others use as well, the median
-    says as much about them. `chain_us`: of the yardstick, right before and right after.
+    says as much about them. `chain_us`, `launch_us`: of the card's yardstick and of the host's,
+    right before and right after.
     """
     cuda = device == "cuda"
     sync = torch.cuda.synchronize if cuda else (lambda: None)
@@ -118,7 +131,7 @@ def measure(
         before()
         run()
     sync()
-    chain = [chain_us()] if cuda else []
+    states = [(chain_us(), launch_us())] if cuda else []
     hosts = []
     for _ in range(repeats):
         before()
@@ -134,12 +147,15 @@ def measure(
             run()
         sync()
         rounds.append((time.perf_counter() - started) / (repeats // 4))
-    return {
+    found: dict[str, Any] = {
         "host_us": round(1e6 * statistics.median(hosts), 2),
         "host_low_us": round(1e6 * statistics.quantiles(hosts, n=10)[0], 2),
         "step_us": round(1e6 * statistics.median(rounds), 2),
-        **({"chain_us": [*chain, chain_us()]} if cuda else {}),
     }
+    if cuda:
+        states.append((chain_us(), launch_us()))
+        found["chain_us"], found["launch_us"] = map(list, zip(*states, strict=True))
+    return found
 
 
 _CACHES = 1 << 21
