@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from generate_helpers import Words, load, wanted
 import pcgsvc
 from pcgsvc import Sampling, Slots
 from pcgsvc.errors import BatchError, ConfigError, PcgError
-from pcgsvc.forward.recheck import BatchChecker
+from pcgsvc.serve import slots as slots_module
 from pcgsvc.serve.calls import Calls
 
 
@@ -37,13 +38,15 @@ def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(512) for _ in range(draw.randint(1, 30))] for _ in range(count)]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 def test_forty_prompts_through_eight_slots_each_equal_the_one_made_alone(
-    runner: pcgsvc.Runner,
+    runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
     draw = random.Random(1)
     prompts = prompts_of(40)
     counts = [draw.randint(1, 9) for _ in prompts]
     with Slots(runner, max_requests=8) as slots:
+        monkeypatch.setattr(slots, "_is_async", is_async)  # as on CUDA: each step is planned early
         made = [slots.prepare(p, n) for p, n in zip(prompts, counts, strict=True)]
         most, given = 0, []
         for tokens in slots.run(made):
@@ -61,13 +64,13 @@ def test_a_step_has_one_token_of_each_that_is_past_its_prompt_and_chunks_in_what
     runner: pcgsvc.Runner, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[list[int], list[int]]] = []
-    check = BatchChecker.check
+    find = Calls.find
 
     def watched(self: Any, batch: Any, num_tokens: int) -> Any:
         steps.append((list(batch.query_lens), list(batch.seq_lens)))
-        return check(self, batch, num_tokens)
+        return find(self, batch, num_tokens)
 
-    monkeypatch.setattr(BatchChecker, "check", watched)
+    monkeypatch.setattr(Calls, "find", watched)
     prompts = prompts_of(20, seed=2)
     with Slots(runner, max_requests=5, max_step_tokens=most) as slots:
         made = [slots.prepare(p, 4) for p in prompts]
@@ -189,6 +192,41 @@ def test_meanwhile_that_raises_leaves_the_step_to_be_tried_again(
                 slots.step(lambda: 1 / 0)
             slots.step()
     assert one.new == wanted([[5, 6, 7]], 3)[0]
+
+
+def test_a_step_that_was_planned_early_is_right_whatever_comes_between(
+    runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starts, cancels, calls of others over the same buffers, and steps that fail and run again."""
+    draw, prompts, real, failed = random.Random(3), prompts_of(24, seed=4), slots_module.choose, []
+
+    def choose(*arguments: Any) -> list[int]:
+        if draw.random() < 0.2:
+            failed.append(arguments)
+            raise RuntimeError("lost")
+        return real(*arguments)
+
+    monkeypatch.setattr(slots_module, "choose", choose)
+    with Slots(runner, max_requests=6, max_step_tokens=9) as slots:
+        monkeypatch.setattr(slots, "_is_async", True)
+        made = [slots.prepare(p, draw.randint(2, 12)) for p in prompts]
+        waiting = made.copy()
+        while waiting or slots.running:
+            if waiting and draw.random() < 0.3:
+                slots.start(waiting[0])
+                if waiting[0] in slots.running:
+                    del waiting[0]
+            if slots.running and draw.random() < 0.05:
+                slots.cancel(draw.choice(slots.running))
+            if draw.random() < 0.3:  # with the buffers of a step that is planned
+                rows = draw.randint(1, 8)
+                runner(torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
+            with contextlib.suppress(RuntimeError):
+                slots.step()
+    assert failed
+    assert {one.finished for one in made} == {"length", "cancelled"}
+    for one in made:
+        assert one.new == wanted([one.prompt], one.max_new_tokens)[0][: len(one.new)]
 
 
 def test_an_iterator_that_is_dropped_gives_everything_back(runner: pcgsvc.Runner) -> None:

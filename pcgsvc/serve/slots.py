@@ -11,15 +11,15 @@ import contextlib
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from pcgsvc.errors import BatchError, ConfigError, PcgError, UncoveredError
 from pcgsvc.events import span
-from pcgsvc.forward.batch import Batch
+from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
 from pcgsvc.forward.sampling import Sampling
 from pcgsvc.serve.prepared import PreparedCall
 from pcgsvc.serve.sampling import choose
@@ -64,9 +64,10 @@ class Continuation:
         """The text of it that is settled; empty without a tokenizer."""
         return "" if self._stream is None else self._stream.text
 
-    @property
-    def _left(self) -> int:
-        return len(self.tokens) - self._done
+    def _left_after(self, count: int) -> int:
+        """Return how many tokens are left to run after `count` more, and what they then give."""
+        left = len(self.tokens) - self._done
+        return left - count if count < left else 1
 
     def _accept(self, token: int) -> str:
         """Take the next token; return the text that it settles."""
@@ -94,6 +95,21 @@ class NewToken(NamedTuple):
     text: str
     """Text that became settled, in the order of the continuation; often empty, never split within
     a character."""
+
+
+class _Plan(NamedTuple):
+    """A step, as far as it is known before the tokens of the step before it are."""
+
+    rows: list[tuple[Continuation, int]]
+    """How many tokens of which continuation; prompts come last."""
+    at_end: list[int]
+    """Of `rows`, those that run the last of their tokens, and so are given one."""
+    batch: Batch | CheckedBatch
+    positions: torch.Tensor
+    ends: torch.Tensor | None
+    """Where in the result the rows of `at_end` are; None: they are all of it, or there are none."""
+    call: PreparedCall | None
+    """What runs it; it has the batch and the positions, unless others called the runner since."""
 
 
 class Slots:
@@ -149,6 +165,8 @@ class Slots:
         self._tables = np.zeros((self.max_requests, geometry.blocks_per_request), np.int64)
         self._decode: dict[int, PreparedCall | None] = {}
         """By row count, the steps of one token each; None: no graph serves them."""
+        self._next: _Plan | None = None
+        """The next step, if who runs stays the same."""
 
     # -- one continuation --
 
@@ -236,6 +254,7 @@ class Slots:
         continuation._blocks, continuation._slot = blocks, self._free.pop()
         self._tables[continuation._slot, : len(blocks)] = blocks
         self.running.append(continuation)
+        self._next = None
         return True
 
     def cancel(self, continuation: Continuation) -> None:
@@ -247,6 +266,7 @@ class Slots:
     def _release(self, continuation: Continuation) -> None:
         if continuation._slot < 0:
             return
+        self._next = None
         self.running.remove(continuation)
         self._free.append(continuation._slot)
         with self._runner.lock:
@@ -263,91 +283,109 @@ class Slots:
 
         Args:
             meanwhile: called once in a step that runs something, under the runner's lock, when
-                other threads delay the device least: on CUDA once the step is launched, before its
-                tokens are waited for; on the CPU, where a call ends with its work, before it.
+                other threads delay the device least: on CUDA once the step is launched and the next
+                one is planned, before tokens are waited for; on the CPU, where a call ends with its
+                work, before it.
 
         Raises:
             PcgError: as a call of the runner raises.
         """
-        rows = self._next_rows()
-        if not rows:
+        if not self.running:
             return []
-        at_end = [at for at, (c, count) in enumerate(rows) if count == c._left]
-        with (
-            span("pcgsvc.step", requests=len(rows), num_tokens=sum(count for _, count in rows)),
-            self._runner.lock,  # until the tokens are read: results may alias graph memory
-        ):
-            ids = self._run(rows, at_end, meanwhile)
-        for continuation, count in rows:
+        plan, self._next = self._next, None
+        with self._runner.lock:  # until the tokens are read: results may alias graph memory
+            if plan is None:
+                plan = self._planned({})
+            num_tokens = sum(count for _, count in plan.rows)
+            with span("pcgsvc.step", requests=len(plan.rows), num_tokens=num_tokens):
+                ids, following = self._run(plan, meanwhile)
+        for continuation, count in plan.rows:
             continuation._done += count
         given = [
-            NewToken(rows[at][0], token, rows[at][0]._accept(token))
-            for at, token in zip(at_end, ids, strict=True)
+            NewToken(plan.rows[at][0], token, plan.rows[at][0]._accept(token))
+            for at, token in zip(plan.at_end, ids, strict=True)
         ]
+        self._next = following
         for continuation, _, _ in given:
             if continuation.finished is not None:
                 self._release(continuation)
         return given
 
-    def _next_rows(self) -> list[tuple[Continuation, int]]:
-        """Return how many tokens of which continuation are next; prompts come last."""
-        room, rows = self.max_step_tokens, []
-        for continuation in sorted(self.running, key=lambda c: c._left > 1):
-            count = min(continuation._left, room)
+    def _run(
+        self, plan: _Plan, meanwhile: Callable[[], object] | None
+    ) -> tuple[list[int], _Plan | None]:
+        """Return the tokens of `at_end`, and the step that follows if none of them ends anything.
+
+        Where the device works meanwhile, that one is planned before the tokens are waited for.
+        """
+        rows, following = plan.rows, None
+        ids = torch.tensor([t for c, n in rows for t in c.tokens[c._done : c._done + n]])
+        if not self._is_async and meanwhile is not None:
+            meanwhile()
+        logits = self._logits(plan, ids)
+        chosen = [rows[at][0] for at in plan.at_end]
+        if self._is_async:
+            if all(c.max_new_tokens > len(c.tokens) + 1 - len(c.prompt) for c in chosen):
+                following = self._planned(dict(rows))
+            if meanwhile is not None:
+                meanwhile()
+        if not chosen:
+            return [], following
+        return choose(logits if plan.ends is None else logits[plan.ends], chosen), following
+
+    def _planned(self, ran: Mapping[Continuation, int]) -> _Plan:
+        """Return the step after one that ran so many tokens of each, and prepare its call."""
+        rows: list[tuple[Continuation, int]] = []
+        at_end, room = list[int](), self.max_step_tokens
+        lefts = [(c, c._left_after(ran[c]) if c in ran else c._left_after(0)) for c in self.running]
+        for continuation, left in sorted(lefts, key=lambda one: one[1] > 1):
+            count = min(left, room)
             room -= count
             if count:
+                at_end += [len(rows)] if count == left else []
                 rows.append((continuation, count))
-        return rows
-
-    def _run(
-        self,
-        rows: Sequence[tuple[Continuation, int]],
-        at_end: Sequence[int],
-        meanwhile: Callable[[], object] | None,
-    ) -> list[int]:
-        ids: list[int] = []
-        positions: list[int] = []
-        lens: list[int] = []
-        for continuation, count in rows:
-            done = continuation._done
-            ids += continuation.tokens[done : done + count]
-            positions += range(done, done + count)
-            lens.append(done + count)
-        width = self._blocks.blocks_for(max(lens))
+        counts = np.array([count for _, count in rows])
+        ends = counts.cumsum()
+        lens = counts + [c._done + ran.get(c, 0) for c, _ in rows]
+        width = self._blocks.blocks_for(int(lens.max()))
         batch = Batch(
-            query_lens=[count for _, count in rows],
-            seq_lens=lens,
+            query_lens=counts.tolist(),
+            seq_lens=lens.tolist(),
             block_tables=self._tables[[c._slot for c, _ in rows], :width],
         )
-        ends = None
-        if 0 < len(at_end) < len(ids):  # copied first: after the launch, a copy would wait for it
-            last_rows = torch.from_numpy(np.cumsum(batch.query_lens)[at_end] - 1)
-            ends = last_rows.to(self._runner.memory.device)
-        if meanwhile is not None and not self._is_async:
-            meanwhile()
-        logits = self._logits([torch.tensor(ids), torch.tensor(positions)], batch)
-        if meanwhile is not None and self._is_async:
-            meanwhile()
-        if not at_end:
-            return []
-        chosen = logits if ends is None else logits[ends]
-        return choose(chosen, [rows[at][0] for at in at_end])
+        num_tokens = int(ends[-1])
+        positions = torch.from_numpy(np.arange(num_tokens) + np.repeat(lens - ends, counts))
+        call = self._decode_call(num_tokens, batch) if num_tokens == len(rows) else None
+        if call is not None:
+            _write(call, "positions", positions)
+            return _Plan(rows, at_end, batch, positions, None, call)
+        device, at = self._runner.memory.device, None
+        checked = check_batch(batch, num_tokens, self._geometry)
+        if 0 < len(at_end) < num_tokens:
+            at = torch.from_numpy(ends[at_end] - 1).to(device, non_blocking=True)
+        positions = positions.to(device, non_blocking=True)
+        return _Plan(rows, at_end, checked, positions, at, None)
 
-    def _logits(self, inputs: Sequence[torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Run a step; one of a token each, which comes again and again, by a prepared call."""
-        rows, runner = len(inputs[0]), self._runner
-        is_decode = rows == len(batch.query_lens)
-        call = self._decode.get(rows) if is_decode else None
+    def _decode_call(self, num_tokens: int, batch: Batch) -> PreparedCall | None:
+        """Return the call of steps of one token each, which come again and again, updated."""
+        call = self._decode.get(num_tokens)
         if call is not None:
             call.update(batch)
-        elif is_decode and rows not in self._decode:
+        elif num_tokens not in self._decode:
             with contextlib.suppress(UncoveredError):
-                call = runner.prepare(rows, batch)
-            self._decode[rows] = call
+                call = self._runner.prepare(num_tokens, batch)
+            self._decode[num_tokens] = call
+        return call
+
+    def _logits(self, plan: _Plan, ids: torch.Tensor) -> torch.Tensor:
+        call = plan.call
         if call is None:
-            return runner(*[t.to(runner.memory.device) for t in inputs], batch=batch)
-        for buffer, values in zip(call.inputs.values(), inputs, strict=True):
-            buffer.copy_(values)
+            on_device = ids.to(self._runner.memory.device, non_blocking=True)
+            return self._runner(on_device, plan.positions, batch=plan.batch)
+        if not call.is_updated:
+            call.update(plan.batch)
+            _write(call, "positions", plan.positions)
+        _write(call, "ids", ids)
         logits: torch.Tensor = call.step()
         return logits
 
@@ -389,6 +427,12 @@ class Slots:
     def __exit__(self, *exc: object) -> None:
         """Close it."""
         self.close()
+
+
+def _write(call: PreparedCall, name: Literal["ids", "positions"], values: torch.Tensor) -> None:
+    """Write token ids or positions, the two inputs of a language model, for the next step."""
+    ids, positions = call.inputs.values()
+    (ids if name == "ids" else positions).copy_(values, non_blocking=True)
 
 
 def _between(name: str, got: int | None, least: int, most: int, default: int) -> int:
