@@ -8,10 +8,12 @@ Shapes: R = rows, V = vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from pcgsvc.forward.sampling import Sampling
@@ -36,19 +38,30 @@ def choose(logits_RV: torch.Tensor, rows: Sequence[Chooser]) -> list[int]:
     if not penalised and not drawn:
         return logits_RV.argmax(-1).tolist()
     scores_RV = logits_RV.float().clone()
-    for at in penalised:
-        _penalise(scores_RV[at], rows[at])
+    if penalised:
+        _penalise(scores_RV, penalised, [rows[at] for at in penalised])
     tokens = scores_RV.argmax(-1)
     if drawn:
-        chosen = torch.tensor(drawn, device=scores_RV.device)
+        chosen = _beside(scores_RV, drawn, torch.int64)
         tokens[chosen] = _draw(scores_RV[chosen], [rows[at] for at in drawn])
     return tokens.tolist()
 
 
-def _penalise(scores_V: torch.Tensor, row: Chooser) -> None:
-    ids = torch.tensor(sorted(set(row.tokens)), device=scores_V.device)
-    penalty, old = row.sampling.repetition_penalty, scores_V[ids]
-    scores_V[ids] = torch.where(old < 0, old * penalty, old / penalty)
+def _beside(scores_RV: torch.Tensor, values: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return values on the device of the scores, which are not waited for."""
+    return torch.tensor(values, dtype=dtype).to(scores_RV.device, non_blocking=True)
+
+
+def _penalise(scores_RV: torch.Tensor, indices: Sequence[int], rows: Sequence[Chooser]) -> None:
+    """Penalise what each of these rows has in its tokens, in one go: P pairs of row and token."""
+    each = [set(row.tokens) for row in rows]
+    counts = list(map(len, each))
+    id_P = list(itertools.chain.from_iterable(each))
+    at_P = np.repeat(np.asarray(indices), counts)
+    penalty_P = np.repeat([row.sampling.repetition_penalty for row in rows], counts)
+    where = tuple(_beside(scores_RV, index, torch.int64) for index in (at_P, id_P))
+    old_P, by_P = scores_RV[where], _beside(scores_RV, penalty_P, scores_RV.dtype)
+    scores_RV[where] = torch.where(old_P < 0, old_P * by_P, old_P / by_P)
 
 
 def _draw(scores_RV: torch.Tensor, rows: Sequence[Chooser]) -> torch.Tensor:
@@ -56,7 +69,7 @@ def _draw(scores_RV: torch.Tensor, rows: Sequence[Chooser]) -> torch.Tensor:
     ordered_RV, ids_RV = probabilities(scores_RV, [row.sampling for row in rows])
     up_to_RV = ordered_RV.double().cumsum(-1)
     uniform = [[row.random.random()] for row in rows]
-    at_R1 = torch.tensor(uniform, dtype=torch.float64).to(scores_RV.device) * up_to_RV[:, -1:]
+    at_R1 = _beside(scores_RV, uniform, torch.float64) * up_to_RV[:, -1:]
     index_R1 = (up_to_RV <= at_R1).sum(-1, keepdim=True).clamp(max=ids_RV.shape[-1] - 1)
     return ids_RV.gather(-1, index_R1)[:, 0]
 
@@ -70,7 +83,7 @@ def probabilities(
     """
 
     def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(scores_RV.device)[:, None]
+        return _beside(scores_RV, values, dtype)[:, None]
 
     width = scores_RV.shape[-1]
     scores_RV = scores_RV / column([s.temperature for s in samplings], scores_RV.dtype)
