@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from collections.abc import Iterator
 
@@ -274,6 +275,41 @@ def test_meanwhile_is_called_between_a_step_s_launch_and_its_tokens() -> None:
                 slots.step(lambda: order.append("meanwhile"))
     assert [one.new] == whole
     assert order == ["launched", "meanwhile"] * 3
+
+
+@pytest.mark.parametrize("attention", ["triton", "paged", "varlen"])
+def test_steps_that_were_planned_while_others_ran_equal_continuations_made_alone(
+    attention: str,
+) -> None:
+    """Starts, cancels, and calls of another stream over the buffers of a step that is planned."""
+    draw, other = random.Random(5), torch.cuda.Stream()
+    words = ["model=llama", "compiler=eager", f"attention={attention}", SIZES, "dtype=float32"]
+    with pcgsvc.load_runner([*words, "attention.max_num_reqs=8"]) as runner:
+        prompts = [[draw.randrange(512) for _ in range(draw.randint(1, 40))] for _ in range(24)]
+        drawn = pcgsvc.Sampling(temperature=0.7, top_k=20, repetition_penalty=1.2, seed=3)
+        kinds = [drawn if at % 3 == 0 else pcgsvc.Sampling() for at in range(len(prompts))]
+        alone = [
+            runner.generate([p], 12, sampling=kind, slots=1, return_ids=True)[0]
+            for p, kind in zip(prompts, kinds, strict=True)
+        ]
+        with pcgsvc.Slots(runner, max_requests=8, max_step_tokens=20) as slots:
+            pairs = zip(prompts, kinds, strict=True)
+            made = [slots.prepare(p, 12, kind) for p, kind in pairs]
+            waiting = made.copy()
+            while waiting or slots.running:
+                if waiting and draw.random() < 0.4 and slots.start(waiting[0]):
+                    del waiting[0]
+                if slots.running and draw.random() < 0.03:
+                    slots.cancel(draw.choice(slots.running))
+                if draw.random() < 0.3:
+                    with torch.cuda.stream(other):
+                        rows = torch.arange(draw.randint(1, 30), device=DEVICE)
+                        runner(rows * 0, rows)
+                slots.step()
+    assert sum(one.finished == "length" for one in made) > 12
+    assert [one.new for one in made] == [
+        ids[: len(one.new)] for one, ids in zip(made, alone, strict=True)
+    ]
 
 
 def test_varlen_attention_is_never_captured_whole() -> None:
