@@ -35,9 +35,9 @@ from pcgsvc.ops.registry import splitting_op as splitting_op
 from pcgsvc.ops.support import Support as Support
 from pcgsvc.ops.true_rows import true_rows as true_rows
 from pcgsvc.serve.blocks import BlockAllocator as BlockAllocator
+from pcgsvc.serve.continuation import Continuation as Continuation
+from pcgsvc.serve.continuation import NewToken as NewToken
 from pcgsvc.serve.dispatch import Dispatch as Dispatch
 from pcgsvc.serve.runner import Runner as Runner
-from pcgsvc.serve.slots import Continuation as Continuation
-from pcgsvc.serve.slots import NewToken as NewToken
 from pcgsvc.serve.slots import Slots as Slots
 from pcgsvc.version import __version__ as __version__

@@ -15,7 +15,7 @@ from generate_helpers import Words, load, wanted
 import pcgsvc
 from pcgsvc import Sampling, Slots
 from pcgsvc.errors import BatchError, ConfigError, PcgError
-from pcgsvc.serve import slots as slots_module
+from pcgsvc.serve import launches
 from pcgsvc.serve.calls import Calls
 
 
@@ -33,20 +33,33 @@ def nothing_is_left_behind(runner: pcgsvc.Runner) -> Iterator[None]:
     assert runner.blocks.num_free == runner.blocks.num_blocks
 
 
+@pytest.fixture(params=[False, True], ids=["waited", "early"])
+def is_async(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Have slots launch steps as on CUDA, before the tokens of the one before are read; or not."""
+    real = Slots.__init__
+
+    def made(self: Slots, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self._is_async = request.param
+
+    monkeypatch.setattr(Slots, "__init__", made)
+    found: bool = request.param
+    return found
+
+
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(512) for _ in range(draw.randint(1, 30))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.usefixtures("is_async")
 def test_forty_prompts_through_eight_slots_each_equal_the_one_made_alone(
-    runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch, is_async: bool
+    runner: pcgsvc.Runner,
 ) -> None:
     draw = random.Random(1)
     prompts = prompts_of(40)
     counts = [draw.randint(1, 9) for _ in prompts]
     with Slots(runner, max_requests=8) as slots:
-        monkeypatch.setattr(slots, "_is_async", is_async)  # as on CUDA: each step is planned early
         made = [slots.prepare(p, n) for p, n in zip(prompts, counts, strict=True)]
         most, given = 0, []
         for tokens in slots.run(made):
@@ -83,6 +96,7 @@ def test_a_step_has_one_token_of_each_that_is_past_its_prompt_and_chunks_in_what
     assert [c.new for c in made] == wanted(prompts, 4)
 
 
+@pytest.mark.usefixtures("is_async")
 def test_a_drawn_continuation_does_not_depend_on_what_shares_its_steps(
     runner: pcgsvc.Runner,
 ) -> None:
@@ -96,6 +110,7 @@ def test_a_drawn_continuation_does_not_depend_on_what_shares_its_steps(
 
     def made(indices: list[int]) -> list[list[int]]:
         with Slots(runner) as slots:
+            slots._is_async = slots._is_async and len(indices) > 1
             found = [slots.prepare(prompts[at], 8, samplings[at]) for at in indices]
             for _ in slots.run(found):
                 pass
@@ -106,6 +121,7 @@ def test_a_drawn_continuation_does_not_depend_on_what_shares_its_steps(
     assert together != wanted(prompts, 8)
 
 
+@pytest.mark.usefixtures("is_async")
 def test_two_threads_with_slots_of_their_own_share_one_runner(runner: pcgsvc.Runner) -> None:
     def made(seed: int) -> list[list[int]]:
         with Slots(runner, max_requests=3) as slots:
@@ -119,6 +135,7 @@ def test_two_threads_with_slots_of_their_own_share_one_runner(runner: pcgsvc.Run
     assert got == [wanted(prompts_of(8, seed), 5) for seed in (5, 6, 7)]
 
 
+@pytest.mark.usefixtures("is_async")
 def test_a_cancelled_one_frees_its_slot_and_blocks_and_changes_no_other(
     runner: pcgsvc.Runner,
 ) -> None:
@@ -143,6 +160,7 @@ def test_a_cancelled_one_frees_its_slot_and_blocks_and_changes_no_other(
     assert slots.step() == []
 
 
+@pytest.mark.usefixtures("is_async")
 def test_a_step_that_raises_can_be_tried_again(
     runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,30 +179,27 @@ def test_a_step_that_raises_can_be_tried_again(
     assert one.new == wanted([[5, 6, 7]], 3)[0]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
 def test_meanwhile_is_called_once_a_step_where_the_device_has_work_next_or_already(
     runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
     order: list[str | int] = []
     monkeypatch.setattr(runner._calls.counts, "listeners", [lambda _: order.append("call")])
     with Slots(runner, max_requests=1, max_step_tokens=4) as slots:
-        monkeypatch.setattr(slots, "_is_async", is_async)  # as on CUDA
         one = slots.prepare(list(range(1, 7)), 3)
         slots.start(one)
         given = [slots.step(lambda: order.append(len(one.new))) for _ in range(4)]
         assert slots.step(lambda: order.append("nothing runs")) == []
     assert [len(tokens) for tokens in given] == [0, 1, 1, 1]
     assert one.new == wanted([list(range(1, 7))], 3)[0]
-    seen = [0, 0, 1, 2]
-    assert order == [what for n in seen for what in (("call", n) if is_async else (n, "call"))]
+    if is_async:  # two chunks; then one step while the one before is waited for; none at the end
+        assert order == ["call", "call", 0, "call", 0, "call", 1, 2]
+    else:
+        assert order == [0, "call", 0, "call", 1, "call", 2, "call"]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_meanwhile_that_raises_leaves_the_step_to_be_tried_again(
-    runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch, is_async: bool
-) -> None:
+@pytest.mark.usefixtures("is_async")
+def test_meanwhile_that_raises_leaves_the_step_to_be_tried_again(runner: pcgsvc.Runner) -> None:
     with Slots(runner) as slots:
-        monkeypatch.setattr(slots, "_is_async", is_async)
         one = slots.prepare([5, 6, 7], 3)
         slots.start(one)
         while slots.running:
@@ -194,22 +209,26 @@ def test_meanwhile_that_raises_leaves_the_step_to_be_tried_again(
     assert one.new == wanted([[5, 6, 7]], 3)[0]
 
 
-def test_a_step_that_was_planned_early_is_right_whatever_comes_between(
+def test_a_step_that_was_launched_early_is_right_whatever_comes_between(
     runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starts, cancels, calls of others over the same buffers, and steps that fail and run again."""
-    draw, prompts, real, failed = random.Random(3), prompts_of(24, seed=4), slots_module.choose, []
+    """Starts, cancels, ends, calls of others over its buffers, steps that fail and run anew."""
+    draw, prompts, real, failed = random.Random(3), prompts_of(24, seed=4), launches.choose, []
 
-    def choose(*arguments: Any) -> list[int]:
+    def choose(*arguments: Any) -> torch.Tensor:
         if draw.random() < 0.2:
             failed.append(arguments)
             raise RuntimeError("lost")
         return real(*arguments)
 
-    monkeypatch.setattr(slots_module, "choose", choose)
+    monkeypatch.setattr(launches, "choose", choose)
     with Slots(runner, max_requests=6, max_step_tokens=9) as slots:
         monkeypatch.setattr(slots, "_is_async", True)
-        made = [slots.prepare(p, draw.randint(2, 12)) for p in prompts]
+        ends = [Sampling(end_ids=frozenset(wanted([p], 4)[0][-1:])) for p in prompts]
+        kinds = [ends[at] if at % 2 else Sampling() for at in range(len(prompts))]
+        made = [
+            slots.prepare(p, draw.randint(2, 12), s) for p, s in zip(prompts, kinds, strict=True)
+        ]
         waiting = made.copy()
         while waiting or slots.running:
             if waiting and draw.random() < 0.3:
@@ -218,15 +237,18 @@ def test_a_step_that_was_planned_early_is_right_whatever_comes_between(
                     del waiting[0]
             if slots.running and draw.random() < 0.05:
                 slots.cancel(draw.choice(slots.running))
-            if draw.random() < 0.3:  # with the buffers of a step that is planned
+            if draw.random() < 0.3:  # with the buffers of a step on its way
                 rows = draw.randint(1, 8)
                 runner(torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
             with contextlib.suppress(RuntimeError):
                 slots.step()
     assert failed
-    assert {one.finished for one in made} == {"length", "cancelled"}
+    assert {one.finished for one in made} == {"length", "cancelled", "end"}
     for one in made:
-        assert one.new == wanted([one.prompt], one.max_new_tokens)[0][: len(one.new)]
+        whole = wanted([one.prompt], 12)[0]
+        assert one.new == whole[: len(one.new)]
+        if one.finished == "end":
+            assert whole[len(one.new)] in one.sampling.end_ids
 
 
 def test_an_iterator_that_is_dropped_gives_everything_back(runner: pcgsvc.Runner) -> None:
@@ -296,6 +318,7 @@ def test_blocks_go_to_one_owner_and_come_back_once(runner: pcgsvc.Runner) -> Non
 # ---- text ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("is_async")
 def test_stop_texts_and_end_tokens_end_the_text_before_them(
     runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 from pcgsvc.errors import BatchError, ConfigError
 from pcgsvc.events import span
 from pcgsvc.forward.sampling import Sampling
-from pcgsvc.serve.slots import NewToken, Slots
+from pcgsvc.serve.continuation import NewToken
+from pcgsvc.serve.slots import Slots
 from pcgsvc.serve.steps import StepRunner
 
 

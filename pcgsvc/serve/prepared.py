@@ -57,7 +57,7 @@ class PreparedCall:
             """The forward's result over the graphs' memory."""
             self._route, self._order = route, calls.order
             self._context: ForwardContext | None = None
-            self._stream, self._is_fresh = 0, False
+            self._stream, self._is_updated = 0, False
             self._moves_on = calls.memory.attention is not None
             is_plain = route.replay.is_full and not calls.poison
             self._is_graph = self._order is not None and is_plain
@@ -95,15 +95,7 @@ class PreparedCall:
             self._context = calls.context(batch, route)
         if self._order is not None:
             self._stream = self._order.raw
-        self._route, self._is_fresh, calls.prepared = route, True, self
-
-    @property
-    def is_updated(self) -> bool:
-        """Whether `step` may follow on this stream: `update` came after all other calls."""
-        order = self._order
-        if order is not None and torch_private.current_raw_stream(order.index) != self._stream:
-            return False
-        return self._is_fresh and self._calls.prepared is self
+        self._route, self._is_updated, calls.prepared = route, True, self
 
     def step(self) -> Any:
         """Run one step and return `results`.
@@ -148,7 +140,7 @@ class PreparedCall:
     def _take(self) -> None:
         """Refuse a step whose buffers are not known to be right, and whose weights are not."""
         calls, order = self._calls, self._order
-        if calls.prepared is not self or not self._is_fresh:
+        if calls.prepared is not self or not self._is_updated:
             calls.ensure_open()
             raise PcgError(
                 "step: call update(batch) first, then write the inputs: "
@@ -166,4 +158,4 @@ class PreparedCall:
         calls.weights.check()
         calls.meet(self.num_tokens, self._route)
         # The handle of a stream that is not torch's may be another stream's at the next step.
-        self._is_fresh = not (self._moves_on or (order is not None and order.is_external))
+        self._is_updated = not (self._moves_on or (order is not None and order.is_external))

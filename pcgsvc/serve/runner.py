@@ -24,11 +24,11 @@ from pcgsvc.ops.modes import Resolution
 from pcgsvc.program.model import CompiledModel
 from pcgsvc.serve.blocks import BlockAllocator
 from pcgsvc.serve.calls import Calls
+from pcgsvc.serve.continuation import NewToken
 from pcgsvc.serve.dispatch import Dispatch, DispatchTable
 from pcgsvc.serve.embed import embed
 from pcgsvc.serve.generate import generate, stream
 from pcgsvc.serve.prepared import PreparedCall
-from pcgsvc.serve.slots import NewToken
 from pcgsvc.serve.weights import LoadedState
 
 

@@ -28,15 +28,17 @@ class Chooser(Protocol):
     random: random.Random
 
 
-def choose(logits_RV: torch.Tensor, rows: Sequence[Chooser]) -> list[int]:
-    """Return one token per row; rows do not influence each other.
+def choose(logits_RV: torch.Tensor, rows: Sequence[Chooser]) -> torch.Tensor:
+    """Return one token per row [R], on the logits' device, which is not waited for.
+
+    Rows do not influence each other.
 
     A greedy row without a repetition penalty gets the first of the highest logits, as they are.
     """
     penalised = [at for at, row in enumerate(rows) if row.sampling.repetition_penalty != 1]
     drawn = [at for at, row in enumerate(rows) if not row.sampling.is_greedy]
     if not penalised and not drawn:
-        return logits_RV.argmax(-1).tolist()
+        return logits_RV.argmax(-1)
     scores_RV = logits_RV.float().clone()
     if penalised:
         _penalise(scores_RV, penalised, [rows[at] for at in penalised])
@@ -44,7 +46,7 @@ def choose(logits_RV: torch.Tensor, rows: Sequence[Chooser]) -> list[int]:
     if drawn:
         chosen = _beside(scores_RV, drawn, torch.int64)
         tokens[chosen] = _draw(scores_RV[chosen], [rows[at] for at in drawn])
-    return tokens.tolist()
+    return tokens
 
 
 def _beside(scores_RV: torch.Tensor, values: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -7,109 +7,20 @@ serving engine: nothing waits here, nothing is evicted, and who starts when is t
 
 from __future__ import annotations
 
-import contextlib
 import math
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
-import torch
 
-from pcgsvc.errors import BatchError, ConfigError, PcgError, UncoveredError
+from pcgsvc.errors import BatchError, ConfigError, PcgError
 from pcgsvc.events import span
-from pcgsvc.forward.batch import Batch, CheckedBatch, check_batch
 from pcgsvc.forward.sampling import Sampling
-from pcgsvc.serve.prepared import PreparedCall
-from pcgsvc.serve.sampling import choose
+from pcgsvc.serve.continuation import Continuation, NewToken
+from pcgsvc.serve.launches import Launched, Launcher
 from pcgsvc.serve.steps import StepRunner, checked_ids, largest_step
 from pcgsvc.serve.text import TextStream
-
-
-class Continuation:
-    """One prompt and what has become of it. Made by `Slots.prepare`; read, never written."""
-
-    def __init__(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        sampling: Sampling,
-        end_ids: frozenset[int],
-        stream: TextStream | None,
-    ) -> None:
-        self.prompt, self.max_new_tokens, self.sampling = prompt, max_new_tokens, sampling
-        self.tokens = list(prompt)
-        """Prompt and continuation, without an end token."""
-        self.finished: str | None = None
-        """Why it is over: `end` (an end token), `stop` (a stop text), `length` or `cancelled`."""
-        self.random = random.Random(sampling.seed)
-        self._end_ids, self._stream = end_ids, stream
-        self._done = 0
-        """Tokens whose keys are in the cache."""
-        self._slot, self._blocks = -1, list[int]()
-
-    def __repr__(self) -> str:
-        """Return its lengths and how it stands; its tokens may be thousands."""
-        state = self.finished or ("running" if self._slot >= 0 else "waiting")
-        return f"Continuation({len(self.prompt)} + {len(self.new)} tokens, {state})"
-
-    @property
-    def new(self) -> list[int]:
-        """The continuation's tokens, without an end token."""
-        return self.tokens[len(self.prompt) :]
-
-    @property
-    def text(self) -> str:
-        """The text of it that is settled; empty without a tokenizer."""
-        return "" if self._stream is None else self._stream.text
-
-    def _left_after(self, count: int) -> int:
-        """Return how many tokens are left to run after `count` more, and what they then give."""
-        left = len(self.tokens) - self._done
-        return left - count if count < left else 1
-
-    def _accept(self, token: int) -> str:
-        """Take the next token; return the text that it settles."""
-        stream, text = self._stream, ""
-        if token in self._end_ids:
-            self.finished = "end"
-        else:
-            self.tokens.append(token)
-            text = "" if stream is None else stream.push(token)
-            if stream is not None and stream.stopped:
-                self.finished = "stop"
-            elif len(self.tokens) == len(self.prompt) + self.max_new_tokens:
-                self.finished = "length"
-        if stream is not None and self.finished is not None:
-            text += stream.finish()
-        return text
-
-
-class NewToken(NamedTuple):
-    """What a step gave one continuation."""
-
-    continuation: Continuation
-    token: int
-    """Its next token; an end token is given here, and is not part of the continuation."""
-    text: str
-    """Text that became settled, in the order of the continuation; often empty, never split within
-    a character."""
-
-
-class _Plan(NamedTuple):
-    """A step, as far as it is known before the tokens of the step before it are."""
-
-    rows: list[tuple[Continuation, int]]
-    """How many tokens of which continuation; prompts come last."""
-    at_end: list[int]
-    """Of `rows`, those that run the last of their tokens, and so are given one."""
-    batch: Batch | CheckedBatch
-    positions: torch.Tensor
-    ends: torch.Tensor | None
-    """Where in the result the rows of `at_end` are; None: they are all of it, or there are none."""
-    call: PreparedCall | None
-    """What runs it; it has the batch and the positions, unless others called the runner since."""
 
 
 class Slots:
@@ -163,10 +74,9 @@ class Slots:
         """Those that hold a slot, in the order in which they were started; not to be changed."""
         self._free = list(range(self.max_requests - 1, -1, -1))
         self._tables = np.zeros((self.max_requests, geometry.blocks_per_request), np.int64)
-        self._decode: dict[int, PreparedCall | None] = {}
-        """By row count, the steps of one token each; None: no graph serves them."""
-        self._next: _Plan | None = None
-        """The next step, if who runs stays the same."""
+        self._launcher = Launcher(runner, geometry, self._tables, self.max_step_tokens)
+        self._launched: deque[Launched] = deque()
+        """Steps whose tokens nobody has been given yet."""
 
     # -- one continuation --
 
@@ -239,9 +149,9 @@ class Slots:
     def start(self, continuation: Continuation) -> bool:
         """Give a continuation a slot and all KV blocks that it may need; False: not now.
 
-        It has no more than a slot and blocks after it; the next step runs it.
+        It has no more than a slot and blocks after it; the next step that is launched runs it.
         """
-        if continuation.finished is not None or continuation._slot >= 0:
+        if continuation.finished is not None or continuation.slot >= 0:
             raise PcgError("start: the continuation is running, or over; prepare another one.")
         length = len(continuation.prompt) + continuation.max_new_tokens
         with self._runner.lock:
@@ -251,10 +161,9 @@ class Slots:
             blocks = self._blocks.allocate(self._blocks.blocks_for(length))
         if blocks is None:
             return False
-        continuation._blocks, continuation._slot = blocks, self._free.pop()
-        self._tables[continuation._slot, : len(blocks)] = blocks
+        continuation.blocks, continuation.slot = blocks, self._free.pop()
+        self._tables[continuation.slot, : len(blocks)] = blocks
         self.running.append(continuation)
-        self._next = None
         return True
 
     def cancel(self, continuation: Continuation) -> None:
@@ -264,14 +173,13 @@ class Slots:
             self._release(continuation)
 
     def _release(self, continuation: Continuation) -> None:
-        if continuation._slot < 0:
+        if continuation.slot < 0:
             return
-        self._next = None
         self.running.remove(continuation)
-        self._free.append(continuation._slot)
+        self._free.append(continuation.slot)
         with self._runner.lock:
-            self._blocks.release(continuation._blocks)
-        continuation._slot, continuation._blocks = -1, []
+            self._blocks.release(continuation.blocks)
+        continuation.slot, continuation.blocks = -1, []
 
     # -- steps --
 
@@ -281,113 +189,53 @@ class Slots:
         A continuation that is over has let go of its slot. What raises leaves everything as it was:
         the same step may be tried again.
 
+        On CUDA the step after it is launched, too, before its tokens are waited for; the next call
+        waits for that one. So what is started between the two calls runs one step later, and one
+        that ends by an end token or a stop text has one more row in the step on its way.
+
         Args:
             meanwhile: called once in a step that runs something, under the runner's lock, when
-                other threads delay the device least: on CUDA once the step is launched and the next
-                one is planned, before tokens are waited for; on the CPU, where a call ends with its
-                work, before it.
+                other threads delay the device least: on CUDA after the launches, before tokens are
+                waited for; on the CPU, where a call ends with its work, before it.
 
         Raises:
             PcgError: as a call of the runner raises.
         """
+        launched = self._launched
         if not self.running:
+            launched.clear()
             return []
-        plan, self._next = self._next, None
-        with self._runner.lock:  # until the tokens are read: results may alias graph memory
-            if plan is None:
-                plan = self._planned({})
-            num_tokens = sum(count for _, count in plan.rows)
-            with span("pcgsvc.step", requests=len(plan.rows), num_tokens=num_tokens):
-                ids, following = self._run(plan, meanwhile)
-        for continuation, count in plan.rows:
-            continuation._done += count
-        given = [
-            NewToken(plan.rows[at][0], token, plan.rows[at][0]._accept(token))
-            for at, token in zip(plan.at_end, ids, strict=True)
-        ]
-        self._next = following
-        for continuation, _, _ in given:
-            if continuation.finished is not None:
-                self._release(continuation)
+        with span("pcgsvc.step", requests=len(self.running)):
+            with self._runner.lock:
+                if meanwhile is not None and not self._is_async:
+                    meanwhile()
+                while len(launched) < (2 if self._is_async else 1):
+                    before = launched[-1] if launched else Launched()
+                    new = self._launcher.launch(self.running, before)
+                    if new is None:
+                        break
+                    launched.append(new)
+                if meanwhile is not None and self._is_async:
+                    meanwhile()
+            ids = launched[0].tokens()
+        given = self._accept(launched.popleft(), ids)
+        for token in given:
+            if token.continuation.finished is not None:
+                self._release(token.continuation)
         return given
 
-    def _run(
-        self, plan: _Plan, meanwhile: Callable[[], object] | None
-    ) -> tuple[list[int], _Plan | None]:
-        """Return the tokens of `at_end`, and the step that follows if none of them ends anything.
+    def _accept(self, step: Launched, ids: Sequence[int]) -> list[NewToken]:
+        """Note what a step has run, and give each continuation its token.
 
-        Where the device works meanwhile, that one is planned before the tokens are waited for.
+        Those that are over by now were run for nothing.
         """
-        rows, following = plan.rows, None
-        ids = torch.tensor([t for c, n in rows for t in c.tokens[c._done : c._done + n]])
-        if not self._is_async and meanwhile is not None:
-            meanwhile()
-        logits = self._logits(plan, ids)
-        chosen = [rows[at][0] for at in plan.at_end]
-        if self._is_async:
-            if all(c.max_new_tokens > len(c.tokens) + 1 - len(c.prompt) for c in chosen):
-                following = self._planned(dict(rows))
-            if meanwhile is not None:
-                meanwhile()
-        if not chosen:
-            return [], following
-        return choose(logits if plan.ends is None else logits[plan.ends], chosen), following
-
-    def _planned(self, ran: Mapping[Continuation, int]) -> _Plan:
-        """Return the step after one that ran so many tokens of each, and prepare its call."""
-        rows: list[tuple[Continuation, int]] = []
-        at_end, room = list[int](), self.max_step_tokens
-        lefts = [(c, c._left_after(ran[c]) if c in ran else c._left_after(0)) for c in self.running]
-        for continuation, left in sorted(lefts, key=lambda one: one[1] > 1):
-            count = min(left, room)
-            room -= count
-            if count:
-                at_end += [len(rows)] if count == left else []
-                rows.append((continuation, count))
-        counts = np.array([count for _, count in rows])
-        ends = counts.cumsum()
-        lens = counts + [c._done + ran.get(c, 0) for c, _ in rows]
-        width = self._blocks.blocks_for(int(lens.max()))
-        batch = Batch(
-            query_lens=counts.tolist(),
-            seq_lens=lens.tolist(),
-            block_tables=self._tables[[c._slot for c, _ in rows], :width],
-        )
-        num_tokens = int(ends[-1])
-        positions = torch.from_numpy(np.arange(num_tokens) + np.repeat(lens - ends, counts))
-        call = self._decode_call(num_tokens, batch) if num_tokens == len(rows) else None
-        if call is not None:
-            _write(call, "positions", positions)
-            return _Plan(rows, at_end, batch, positions, None, call)
-        device, at = self._runner.memory.device, None
-        checked = check_batch(batch, num_tokens, self._geometry)
-        if 0 < len(at_end) < num_tokens:
-            at = torch.from_numpy(ends[at_end] - 1).to(device, non_blocking=True)
-        positions = positions.to(device, non_blocking=True)
-        return _Plan(rows, at_end, checked, positions, at, None)
-
-    def _decode_call(self, num_tokens: int, batch: Batch) -> PreparedCall | None:
-        """Return the call of steps of one token each, which come again and again, updated."""
-        call = self._decode.get(num_tokens)
-        if call is not None:
-            call.update(batch)
-        elif num_tokens not in self._decode:
-            with contextlib.suppress(UncoveredError):
-                call = self._runner.prepare(num_tokens, batch)
-            self._decode[num_tokens] = call
-        return call
-
-    def _logits(self, plan: _Plan, ids: torch.Tensor) -> torch.Tensor:
-        call = plan.call
-        if call is None:
-            on_device = ids.to(self._runner.memory.device, non_blocking=True)
-            return self._runner(on_device, plan.positions, batch=plan.batch)
-        if not call.is_updated:
-            call.update(plan.batch)
-            _write(call, "positions", plan.positions)
-        _write(call, "ids", ids)
-        logits: torch.Tensor = call.step()
-        return logits
+        for continuation, count in step.ran.items():
+            continuation.done += count
+        return [
+            NewToken(continuation, token, continuation.accept(token))
+            for continuation, token in zip(step.places, ids, strict=True)
+            if continuation.finished is None
+        ]
 
     def run(self, waiting: Iterable[Continuation]) -> Iterator[list[NewToken]]:
         """Run continuations of any number, in order, and yield what each step gave.
@@ -417,6 +265,7 @@ class Slots:
 
     def close(self) -> None:
         """Cancel what is running; twice is fine."""
+        self._launched.clear()
         for continuation in list(self.running):
             self.cancel(continuation)
 
@@ -427,12 +276,6 @@ class Slots:
     def __exit__(self, *exc: object) -> None:
         """Close it."""
         self.close()
-
-
-def _write(call: PreparedCall, name: Literal["ids", "positions"], values: torch.Tensor) -> None:
-    """Write token ids or positions, the two inputs of a language model, for the next step."""
-    ids, positions = call.inputs.values()
-    (ids if name == "ids" else positions).copy_(values, non_blocking=True)
 
 
 def _between(name: str, got: int | None, least: int, most: int, default: int) -> int:
