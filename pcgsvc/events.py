@@ -29,7 +29,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from pcgsvc.version import __version__
@@ -187,13 +187,18 @@ def _tracer() -> Any:
 
 
 @contextlib.contextmanager
-def span(name: str, **attributes: int) -> Iterator[None]:
-    """Make a block an OpenTelemetry span with attributes `pcgsvc.…`, where its API is installed."""
+def span(name: str, **attributes: int) -> Iterator[Callable[..., None]]:
+    """Make a block an OpenTelemetry span with attributes `pcgsvc.…`, where its API is installed.
+
+    Yields what takes further ones, once they are known.
+    """
     tracer = _tracer()
     if tracer is None:
-        yield
+        yield lambda **more: None
         return
-    with tracer.start_as_current_span(
-        name, attributes={f"pcgsvc.{key}": value for key, value in attributes.items()}
-    ):
-        yield
+    with tracer.start_as_current_span(name, attributes=_prefixed(attributes)) as current:
+        yield lambda **more: current.set_attributes(_prefixed(more))
+
+
+def _prefixed(attributes: dict[str, int]) -> dict[str, int]:
+    return {f"pcgsvc.{key}": value for key, value in attributes.items()}

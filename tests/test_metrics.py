@@ -6,6 +6,8 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,10 +143,8 @@ class Tracer:
         self.spans: list[tuple[str, dict[str, int]]] = []
 
     def start_as_current_span(self, name: str, attributes: dict[str, int]) -> Any:
-        import contextlib
-
         self.spans.append((name, attributes))
-        return contextlib.nullcontext()
+        return nullcontext(SimpleNamespace(set_attributes=attributes.update))
 
 
 def test_phases_steps_and_generate_are_spans_and_calls_are_none(
@@ -190,7 +190,8 @@ provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(spans))
 trace.set_tracer_provider(provider)
 try:
-    with span("outer", texts=2), span("inner"):
+    with span("outer", texts=1) as tell, span("inner"):
+        tell(texts=2)
         raise ValueError("x")
 except ValueError:
     pass

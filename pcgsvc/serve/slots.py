@@ -205,7 +205,7 @@ class Slots:
         if not self.running:
             launched.clear()
             return []
-        with span("pcgsvc.step", requests=len(self.running)):
+        with span("pcgsvc.step") as tell:
             with self._runner.lock:
                 if meanwhile is not None and not self._is_async:
                     meanwhile()
@@ -217,6 +217,8 @@ class Slots:
                     launched.append(new)
                 if meanwhile is not None and self._is_async:
                     meanwhile()
+            ran = launched[0].ran
+            tell(requests=len(ran), num_tokens=sum(ran.values()))
             ids = launched[0].tokens()
         given = self._accept(launched.popleft(), ids)
         for token in given:
