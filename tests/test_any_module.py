@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -258,6 +259,16 @@ def test_a_fixed_nan_may_be_passed_again() -> None:
         assert torch.equal(runner(rows(3), float("nan")), rows(3) * 2)
         with pytest.raises(BatchError, match=r"fill: got 0\.0"):
             runner(rows(3), 0.0)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_fixed_zero_keeps_its_sign(sign: int) -> None:
+    zero = math.copysign(0.0, sign)
+    example = {"x": rows(3), "by": zero}
+    with build(lambda x, by: torch.copysign(attended(x), by), example, {"x": 0}) as runner:
+        assert torch.equal(runner(rows(3), zero), torch.copysign(rows(3) * 2, zero))
+        with pytest.raises(BatchError, match=r"by: got -?0\.0, but"):
+            runner(rows(3), -zero)
 
 
 EXAMPLE_FAULTS: dict[str, tuple[Any, Any, str]] = {
