@@ -349,6 +349,15 @@ def test_an_operator_with_bodies_is_refused_by_its_name(strategy: str) -> None:
         )
 
 
+def test_a_function_that_dynamo_does_not_look_into_is_refused_with_its_line() -> None:
+    @torch._dynamo.nonstrict_trace
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with pytest.raises(TraceError, match=r"test_any_module\.py:\d+ in "):
+        build(lambda x: helper(x) + 1)
+
+
 @pytest.mark.parametrize("strategy", ["fx", "breakable"])
 def test_inference_mode_inside_of_a_forward_is_refused_by_its_name(strategy: str) -> None:
     def forward(x: torch.Tensor) -> Any:
