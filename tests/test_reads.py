@@ -71,6 +71,10 @@ def looks_at(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: x * (len(tensor) + 10 * tensor.stride(0) + tensor.element_size())
 
 
+def compares(two: tuple[torch.Tensor, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * (2 if two[0] is two[1] else 3)
+
+
 # Pairs of factories: equal in themselves, different from each other.
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "eps": (lambda: Flexible(eps=1e-5), lambda: Flexible(eps=1e-3)),
@@ -113,6 +117,10 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "shape of another module's weight": (
         lambda: Flexible(act=looks_at(nn.Linear(2, 3).weight)),
         lambda: Flexible(act=looks_at(nn.Linear(3, 2).weight)),
+    ),
+    "one tensor or two": (
+        lambda: Flexible(act=compares((torch.ones(3),) * 2)),
+        lambda: Flexible(act=compares((torch.ones(3), torch.ones(3)))),
     ),
     "partial keyword": (
         lambda: Flexible(act=functools.partial(defaulted, by=2.0)),

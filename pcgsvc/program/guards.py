@@ -56,6 +56,8 @@ ENVIRONMENT = "ENVIRONMENT"
 _Environ = type(os.environ)
 _RANK = "rank_and_world"
 """A name of our own in guards: which of how many processes this one is, or None."""
+_FIRST = "___first_places"
+"""A name of our own in guards: `_first_places`."""
 _ROOTS = ("names", "places", "tensors", "traced")
 """Locals of our own traced function."""
 
@@ -190,7 +192,7 @@ def _is_namedtuple_scope(value: Any) -> bool:
 
 
 def _aliases(guards: Sequence[Guard], scope: _Scope) -> Iterator[Guard]:
-    """Yield guards on which plain objects are one and which are two: code may ask by `is`.
+    """Yield guards on which objects, or tensors, are one and which are two: code may ask by `is`.
 
     Where Dynamo guards on that at all, it names one side only.
     """
@@ -199,11 +201,21 @@ def _aliases(guards: Sequence[Guard], scope: _Scope) -> Iterator[Guard]:
         cls = type(guard.value)
         plain = not isinstance(guard.value, (*_NO_ALIAS, torch.Tensor, torch.nn.Module))
         is_object = guard.kind in ("TYPE_MATCH", "DUPLICATE_INPUT") and plain
-        if (is_object and _is_users(guard.source)) or _is_foreign(guard, scope):
+        if is_object and _is_users(guard.source):
             places.setdefault(cls, {})[guard.source] = guard.value
     for found in places.values():
         for (one, a), (other, b) in itertools.combinations(sorted(found.items()), 2):
             yield Guard(source=f"{one} is {other}", kind="CONSTANT_MATCH", value=a is b)
+    tensors = {g.source: g.value for g in guards if _is_foreign(g, scope)}
+    if len(tensors) > 1:  # of all at once: there may be hundreds, such as the parts of a KV cache
+        source, value = f"{_FIRST}(({', '.join(tensors)}))", _first_places([*tensors.values()])
+        yield Guard(source=source, kind="CONSTANT_MATCH", value=value)
+
+
+def _first_places(values: Sequence[Any]) -> list[int]:
+    """Return for each value the place where the very object is met first."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(value), at) for at, value in enumerate(values)]
 
 
 _NO_ALIAS = (dict, list, set, tuple, type, types.FunctionType, types.ModuleType, enum.Enum)
@@ -244,6 +256,7 @@ class _Scope:
             "constants": dict(constants),
             "G": _Globals(),
             _RANK: rank_and_world(),
+            _FIRST: _first_places,
             "___dataclass_fields": dataclasses.fields,  # Dynamo's word for it
             "__builtins__": {
                 t.__name__: t for t in (object, type, dict, list, tuple, len, hasattr)
