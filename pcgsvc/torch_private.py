@@ -18,7 +18,7 @@ import sys
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -284,6 +284,37 @@ def python_source(expression: Any) -> str:
     from torch.utils._sympy.printers import PythonPrinter
 
     return str(PythonPrinter().doprint(expression))
+
+
+def size_symbol(values: Iterable[Any]) -> tuple[Any, Any] | None:
+    """Return the symbol in the shapes of fake values, behind what knows it; None: there is none."""
+    for value in values:
+        for size in [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ()):
+            if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
+                return size.node.shape_env, next(iter(size.node.expr.free_symbols))
+    return None
+
+
+def size_known(shape_env: Any, symbol: Any) -> int | None:
+    """Return the number that a symbol is taken for by now, or None."""
+    value = shape_env.replace(symbol)
+    return int(value) if value.is_number else None
+
+
+def size_conditions(shape_env: Any, symbol: Any) -> dict[str, str]:
+    """Return what was assumed of one symbol so far: Python source over `s`, and the user's line.
+
+    Not an equality that is built in by now, nor a limit that no memory reaches.
+    """
+    found: dict[str, str] = {}
+    for guard in shape_env.guards:
+        expression = shape_env.replace(guard.expr)
+        if expression.free_symbols != {symbol}:
+            continue
+        text = re.sub(rf"\b{symbol}\b", "s", python_source(expression))
+        if str(sys.maxsize) not in text:
+            found.setdefault(text, str(guard.sloc.maybe_user_loc or ""))
+    return found
 
 
 def op_schema(op: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -260,6 +261,16 @@ def test_a_fixed_nan_may_be_passed_again() -> None:
             runner(rows(3), 0.0)
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_fixed_zero_keeps_its_sign(sign: int) -> None:
+    zero = math.copysign(0.0, sign)
+    example = {"x": rows(3), "by": zero}
+    with build(lambda x, by: torch.copysign(attended(x), by), example, {"x": 0}) as runner:
+        assert torch.equal(runner(rows(3), zero), torch.copysign(rows(3) * 2, zero))
+        with pytest.raises(BatchError, match=r"by: got -?0\.0, but"):
+            runner(rows(3), -zero)
+
+
 EXAMPLE_FAULTS: dict[str, tuple[Any, Any, str]] = {
     "sizes differ": (
         {"x": rows(3), "y": rows(5)},
@@ -336,6 +347,15 @@ def test_an_operator_with_bodies_is_refused_by_its_name(strategy: str) -> None:
         pcgsvc.compile(
             forward, (rows(3),), mode="full", cache="off", partition={"strategy": strategy}
         )
+
+
+def test_a_function_that_dynamo_does_not_look_into_is_refused_with_its_line() -> None:
+    @torch._dynamo.nonstrict_trace
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with pytest.raises(TraceError, match=r"test_any_module\.py:\d+ in "):
+        build(lambda x: helper(x) + 1)
 
 
 @pytest.mark.parametrize("strategy", ["fx", "breakable"])

@@ -276,6 +276,6 @@ def test_a_stored_artifact_calls_the_one_op_again() -> None:
     traced = trace_of(Quantised().eval())
     partition = partition_inductor(traced, partition_fx(traced, None))
     made, _ = compiled(partition.pieces[0], with_pass())
-    again = InductorPiece(torch_private.inductor_deserialize(made.to_bytes()), 1, made.boundaries)
+    again = InductorPiece.from_bytes(made.to_bytes(), 1, made.boundaries)
     assert again.boundaries is not None
     assert "pcgsvc::attention_quant" in again.boundaries.names

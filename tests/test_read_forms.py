@@ -219,6 +219,12 @@ class C(B):
     assert of(text) == of(text)
 
 
+def test_a_digest_of_an_enum_that_is_made_by_a_call_covers_its_values() -> None:
+    made = [enum.Enum("E", {"A": one, "B": other}) for one, other in ((1, 2), (2, 1), (1, 2))]
+    first, swapped, again = map(code_digest, made)
+    assert first == again != swapped
+
+
 def test_a_name_that_is_gone_is_a_difference_not_an_error() -> None:
     guard = StoredGuard("module.gone", "CONSTANT_MATCH", 1)
     assert "module.gone" in str(guards.first_broken([guard], Flexible(), {}))

@@ -58,6 +58,23 @@ class Scaler:
         return x + self.by
 
 
+def calls(member: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: member(x)
+
+
+def sums_attributes(**attributes: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    settings = types.SimpleNamespace(**attributes)
+    return lambda x: x * sum(vars(settings).values())
+
+
+def looks_at(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * (len(tensor) + 10 * tensor.stride(0) + tensor.element_size())
+
+
+def compares(two: tuple[torch.Tensor, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * (2 if two[0] is two[1] else 3)
+
+
 # Pairs of factories: equal in themselves, different from each other.
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "eps": (lambda: Flexible(eps=1e-5), lambda: Flexible(eps=1e-3)),
@@ -73,6 +90,38 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: Flexible(act=defaulted_otherwise(3.0)),
     ),
     "wrapper": (lambda: Flexible(act=wrapped(2.0)), lambda: Flexible(act=wrapped(3.0))),
+    "member of a class": (
+        lambda: Flexible(act=torch.Tensor.sin),
+        lambda: Flexible(act=torch.Tensor.cos),
+    ),
+    "member of a class in a closure": (
+        lambda: Flexible(act=calls(torch.Tensor.sin)),
+        lambda: Flexible(act=calls(torch.Tensor.cos)),
+    ),
+    "what vars() lists": (
+        lambda: Flexible(act=sums_attributes(a=2.0)),
+        lambda: Flexible(act=sums_attributes(a=2.0, b=3.0)),
+    ),
+    "dtype of a tensor that is no buffer": (
+        lambda: Flexible(act=looks_at(torch.ones(3))),
+        lambda: Flexible(act=looks_at(torch.ones(3, dtype=torch.float64))),
+    ),
+    "shape of a tensor that is no buffer": (
+        lambda: Flexible(act=looks_at(torch.ones(3))),
+        lambda: Flexible(act=looks_at(torch.ones(2))),
+    ),
+    "stride of a tensor that is no buffer": (
+        lambda: Flexible(act=looks_at(torch.ones(2))),
+        lambda: Flexible(act=looks_at(torch.ones(4)[::2])),
+    ),
+    "shape of another module's weight": (
+        lambda: Flexible(act=looks_at(nn.Linear(2, 3).weight)),
+        lambda: Flexible(act=looks_at(nn.Linear(3, 2).weight)),
+    ),
+    "one tensor or two": (
+        lambda: Flexible(act=compares((torch.ones(3),) * 2)),
+        lambda: Flexible(act=compares((torch.ones(3), torch.ones(3)))),
+    ),
     "partial keyword": (
         lambda: Flexible(act=functools.partial(defaulted, by=2.0)),
         lambda: Flexible(act=functools.partial(defaulted, by=3.0)),
@@ -113,6 +162,7 @@ def test_what_differs_in_one_read_value_shares_no_program_and_both_stay_stored(
     second = start(other())
     assert second.right
     assert not second.warm, f"{what}: ran another instance's program"
+    assert second.report["cache"]["healed"] == 0, "found by the self-check, not by what was read"
     for factory in (one, other):
         again = start(factory())
         assert again.warm, again.reasons
@@ -164,6 +214,17 @@ def attribute_pairs() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], n
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return attended(self.up(x) * (2 if self.up.weight.requires_grad else 3))
 
+    class Twin(nn.Module):
+        table: torch.Tensor
+
+        def __init__(self, is_one: bool) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(3))
+            self.same = self.table if is_one else torch.ones(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return attended(x * (2 if self.same is self.table else 3))
+
     def hooked(by: float | None) -> nn.Module:
         def hook(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
             return out * by
@@ -208,6 +269,7 @@ def attribute_pairs() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], n
         "order of a ModuleDict": (lambda: Table("pqr"), lambda: Table("rpq")),
         "length of a ModuleDict": (lambda: Table("pq"), lambda: Table("pqr")),
         "dtype": (lambda: Counting(), lambda: Counting(torch.float64)),
+        "a buffer's other name": (lambda: Twin(True), lambda: Twin(False)),
         "stride": (lambda: Counting(), lambda: Counting(flip=True)),
         "requires_grad": (lambda: frozen(True), lambda: frozen(False)),
         "forward hook": (lambda: hooked(None), lambda: hooked(2.0)),
@@ -229,6 +291,7 @@ def test_what_differs_in_tensors_hooks_or_modules_shares_no_program(
     first, second = start(one().eval()), start(other().eval())
     assert (first.right, second.right) == (True, True)
     assert not second.warm, f"{what}: ran another instance's program"
+    assert second.report["cache"]["healed"] == 0, "found by the self-check, not by what was read"
     third = start(other().eval())
     assert third.right
     assert third.warm, third.reasons

@@ -302,6 +302,31 @@ def test_a_viewed_result_is_overwritten_by_the_next_call_and_not_before() -> Non
         assert not torch.equal(first, kept)
 
 
+@pytest.mark.parametrize("strategy", [Strategy.FX, Strategy.BREAKABLE])
+def test_a_result_that_is_returned_again_by_the_next_call_is_not_what_that_call_computes(
+    strategy: Strategy,
+) -> None:
+    def forward(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return a + b, a
+
+    for outputs in ("view", "clone"):
+        config = make_config("full", [2, 4], outputs=outputs)
+        config.partition.strategy = strategy
+        dims = {"a": 0, "b": 0}
+        with pcgsvc.build_runner(forward, (rows(3),) * 2, dynamic_dims=dims, config=config) as fib:
+            for count in (4, 3, 1):
+                got = wanted = rows(count, seed=1), rows(count, seed=2)
+                for _ in range(4):
+                    got, wanted = fib(*got), forward(*wanted)
+                    torch.testing.assert_close(got, wanted)
+            prepared = fib.prepare(4)
+            for name, seed in (("a", 1), ("b", 2)):
+                prepared.inputs[name].copy_(rows(4, seed=seed))
+            lent = prepared.step()[0]  # the graph's memory, whatever `outputs` says
+            wanted = forward(lent.clone(), rows(4))
+            torch.testing.assert_close(fib(lent, rows(4)), wanted)
+
+
 @pytest.mark.parametrize("size", [4, 3, 20])
 @pytest.mark.parametrize("strategy", [Strategy.FX, Strategy.BREAKABLE])
 def test_a_view_of_an_input_is_no_memory_of_the_runner(strategy: Strategy, size: int) -> None:

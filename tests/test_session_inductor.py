@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,66 @@ def test_what_cannot_be_dumped_at_a_warm_start_is_a_warning(
 
 def sines(x: torch.Tensor) -> torch.Tensor:
     return x.sin() + 1
+
+
+@pytest.mark.slow
+def test_what_inductor_assumes_of_the_row_count_is_kept_and_the_module_runs_other_calls(
+    tmp_path: Path,
+) -> None:
+    # AOTAutograd decomposes a product of few numbers, and guards on there being few.
+    needed = re.compile("run by the module itself.* needs .*<= 32 .from the compiler")
+    config = make_config("full", [8, 64], compiler="inductor")
+    config.cache = CacheConfig(dir=str(tmp_path / "cache"))
+    for kind, start, compiled in ((Outer, "cold", 1), (Outer, "warm", 0), (Again, "cold", 0)):
+        module = kind().eval()
+        with pcgsvc.build_runner(module, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
+            report = runner.report
+            assert (report["compile"]["start"], report["compile"]["num_compiled"]) == (
+                start,
+                compiled,
+            )
+            assert [s["size"] for s in report["graphs"]["skipped"]] == [64]
+            for count, own in ((5, False), (20, False), (21, True), (64, True)):
+                assert bool(needed.search(runner.plan(count).reason)) is own
+                torch.testing.assert_close(runner(rows(count)), plain(module, rows(count)))
+
+
+class Outer(nn.Module):
+    """Multiplies a column with a row."""
+
+    w: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.linspace(-1, 1, 12).view(1, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :1] @ self.w
+
+
+class Again(Outer):
+    """Another program of the same piece."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("self_check", [True, False])
+def test_a_write_with_which_torch_fixes_the_row_count_is_refused_and_the_ways_out_work(
+    self_check: bool,
+) -> None:
+    def by_unbind(x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        h.unbind(1)[0].zero_()
+        return h
+
+    def by_index(x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        h[:, 0].zero_()
+        return h
+
+    settings = {"mode": "full", "sizes": [4], "self_check": self_check}
+    with pytest.raises(PcgError, match=r"for 11 rows only.*write to x\[:, 0\] instead"):
+        build(by_unbind, compiler="inductor", **settings)
+    for forward, compiler in ((by_unbind, "eager"), (by_index, "inductor")):
+        with build(forward, compiler=compiler, **settings) as runner:
+            for count in (3, 9):
+                torch.testing.assert_close(runner(rows(count)), forward(rows(count)))

@@ -41,6 +41,9 @@ FORBIDDEN: dict[str, Callable[[torch.Tensor], Any]] = {
     "bincount": lambda x: (x > 0).long().view(-1).bincount(),
     "repeat_interleave": lambda x: x.repeat_interleave((x[:, 0] > 0).long(), 0),
     "resize": lambda x: x.clone().resize_(1),
+    "text": lambda x: str(x),
+    "apply": lambda x: x.clone().apply_(abs),
+    "map": lambda x: x.clone().map_(x, max),
 }
 
 

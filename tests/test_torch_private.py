@@ -214,6 +214,24 @@ def test_symbolic_expr_and_python_source_give_an_expression_that_python_reads() 
     assert eval(source, {str(symbol): 7, "math": math}) == (7 * 2 + 1) // 2
 
 
+def test_size_symbol_conditions_and_the_number_that_is_known_follow_torch_s_guards() -> None:
+    x = torch.zeros(11, 3)
+    private.mark_dynamic(x, 0)
+    graph, _ = traced(lambda x: x * 2, x)
+    fake = next(n for n in graph.graph.nodes if n.op == "placeholder" and n.users)
+    shape = fake.meta["example_value"].shape
+    assert private.size_symbol([torch.ones(3), 5]) is None
+    found = private.size_symbol([torch.ones(3), fake.meta["example_value"]])
+    assert found is not None
+    assert private.size_conditions(*found) == {}
+    assert shape[0] + 12 <= 32
+    (condition,) = private.size_conditions(*found)
+    assert [eval(condition, {"s": s}) for s in (20, 21)] == [True, False]
+    assert private.size_known(*found) is None
+    assert shape[0] == 11
+    assert private.size_known(*found) == 11
+
+
 def test_storage_id_is_shared_by_views_and_works_on_fake_tensors() -> None:
     from torch._subclasses import FakeTensorMode
 

@@ -165,8 +165,8 @@ def assemble(
     pieces: Mapping[str, CompiledPiece],
     env: BuildEnvironment,
 ) -> CompiledModel:
-    """Return what was made as a model; nothing of it is stored."""
-    return CompiledModel(
+    """Return what was made as a model, with what its pieces need; nothing of it is stored."""
+    model = CompiledModel(
         module=request.bundle.module,
         arguments=request.arguments,
         image=image,
@@ -176,6 +176,9 @@ def assemble(
         tensors={name: traced.tensors[name] for name in captured_tensors(traced)},
         ranks=env.ranks,
     )
+    for condition in dict.fromkeys(c for piece in pieces.values() for c in piece.assumes):
+        model = model.requiring(condition, "the compiler")
+    return model
 
 
 def store_program(made: MadeProgram, found: ProgramLookup, env: BuildEnvironment) -> CompiledModel:

@@ -167,8 +167,7 @@ class Pieces:
         artifact = blob.unpack(data, self._folder.path)
         self._folder.ready_inductor()
         try:
-            loaded = torch_private.inductor_deserialize(artifact)
-            return InductorPiece(loaded, *_signature(document, size))
+            return InductorPiece.from_bytes(artifact, *_signature(document, size))
         except Exception as error:  # torch's loader raises whatever its pickle does
             raise NoPieceError(
                 f"piece {name[:12]}: torch cannot load it ({type(error).__name__}: {error})"
@@ -231,8 +230,6 @@ class Pieces:
         self.counts.problems += compiled.problems
         try:
             artifact = compiled.to_bytes()
-            if not artifact:
-                raise ValueError("torch gave no bytes")
         except Exception as error:  # torch's artifact format is young; a good compile still counts
             raise _UnsavedError(compiled, error) from error
         # All kernels of this build so far: one that an earlier piece has made as well is not made

@@ -47,6 +47,11 @@ HOST_FUNCTIONS = {
     torch.asarray: "fresh host data is copied to the device (torch.asarray)",
     torch.Tensor.new_tensor: "fresh host data is copied to the device (new_tensor)",
     torch.Tensor.__array__: "the host waits for device values (numpy.asarray)",
+    torch.Tensor.__repr__: "the host waits for device values (a tensor as text: print, str)",
+    **dict.fromkeys(
+        (torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_),
+        "the host computes, by a Python function of each element",
+    ),
     torch.from_numpy: "fresh host data is copied to the device (torch.from_numpy)",
 }
 """Functions that a segment must not call, each with the reason; no dispatch mode sees them."""

@@ -31,6 +31,7 @@ class InductorPiece(CompiledPiece):
         num_outputs: how many results it has.
         boundaries: the splitting ops that it calls by itself; None: it is a region.
         baked: places of the arguments that are compiled in.
+        assumes: see `CompiledPiece.assumes`.
     """
 
     opaque = True
@@ -41,11 +42,13 @@ class InductorPiece(CompiledPiece):
         num_outputs: int,
         boundaries: Boundaries | None = None,
         baked: Sequence[int] = (),
+        assumes: Sequence[str] = (),
     ) -> None:
         self._artifact = artifact
         self._num_outputs = num_outputs
         self._baked = frozenset(baked)
         self.boundaries = boundaries
+        self.assumes = list(assumes)
         self.problems: list[str] = []
         """What the passes were to do and did not, as warnings; not stored."""
 
@@ -63,8 +66,24 @@ class InductorPiece(CompiledPiece):
         return torch_private.inductor_source(self._artifact)
 
     def to_bytes(self) -> bytes:
-        """Return the artifact's serialised form."""
-        return torch_private.inductor_serialize(self._artifact)
+        """Return a line of what is assumed, then the artifact's serialised form."""
+        artifact = torch_private.inductor_serialize(self._artifact)
+        if not artifact:
+            raise ValueError("torch gave no bytes")
+        return json.dumps(self.assumes).encode() + b"\n" + artifact
+
+    @classmethod
+    def from_bytes(
+        cls,
+        data: bytes,
+        num_outputs: int,
+        boundaries: Boundaries | None = None,
+        baked: Sequence[int] = (),
+    ) -> InductorPiece:
+        """Load what `to_bytes` gave, which must be trusted; raises whatever torch's loader does."""
+        assumes, _, artifact = data.partition(b"\n")
+        loaded = torch_private.inductor_deserialize(artifact)
+        return cls(loaded, num_outputs, boundaries, baked, json.loads(assumes))
 
     def num_kernels(self) -> int:
         """See `CompiledPiece.num_kernels`: launches in the generated code."""
@@ -121,6 +140,7 @@ def compile_piece(
                 "or set compiler=eager."
             )
     options = _options(config, cut)
+    symbol = torch_private.size_symbol(inputs)
     try:
         with torch.no_grad():
             artifact = torch_private.inductor_compile(module, inputs, options)
@@ -130,12 +150,32 @@ def compile_piece(
             "compiler=eager runs it as it is."
         ) from error
     baked = () if size is None else baked_inputs(piece.document or {})
-    compiled = InductorPiece(artifact, len(piece.outputs), boundaries, baked)
+    assumes = () if symbol is None else _assumed(piece, *symbol)
+    compiled = InductorPiece(artifact, len(piece.outputs), boundaries, baked, assumes)
     for option in options["config_patches"].values():
         compiled.problems += getattr(option, "problems", [])  # of a pass
     if dump_path is not None:
         dump_path.write_text(compiled.generated())
     return compiled
+
+
+def _assumed(piece: Piece, shape_env: Any, symbol: Any) -> list[str]:
+    """Return what compiled code assumes of the row count, which nothing compares when it is called.
+
+    torch notes it as guards of the trace, each once: what earlier pieces assume is among them.
+
+    Raises:
+        CompileError: that it is the one of the trace.
+    """
+    known = torch_private.size_known(shape_env, symbol)
+    if known is not None:
+        raise CompileError(
+            f"{piece.name}: torch gives up the row count as a variable on the way to Inductor, and "
+            f"the code would be for {known} rows only. A write in place through .unbind() does "
+            "that: write to x[:, 0] instead. compiler=eager runs it as it is."
+        )
+    traced = (piece.document or {}).get("assumes", ())
+    return [c for c in torch_private.size_conditions(shape_env, symbol) if c not in traced]
 
 
 def _add_output(module: torch.fx.GraphModule) -> None:

@@ -107,8 +107,8 @@ class _Value:
         if self.value is other.value:
             return True
         one, two = self.value, other.value
-        if isinstance(one, (float, complex)) and one != one and two != two:
-            return True  # NaN is what it was
+        if type(one) in (float, complex) and type(one) is type(two):
+            return repr(one) == repr(two)  # NaN is what it was, and 0.0 is not -0.0
         equal = one == two
         return equal if isinstance(equal, bool) else False
 

@@ -142,10 +142,14 @@ class SizePredicate:
     origins: tuple[str, ...] = ()
     """The user's line behind each condition, or an empty string."""
 
+    @cached_property
+    def _codes(self) -> list[CodeType]:
+        return [compile(condition, "<condition>", "eval") for condition in self.conditions]
+
     def broken_by(self, size: int) -> str | None:
         """Return the first condition on `rows` that `size` breaks, with its origin, or None."""
         for at, condition in enumerate(self.conditions):
-            if not value_at(condition, size):
+            if not value_at(self._codes[at], size):
                 origin = self.origins[at] if at < len(self.origins) else ""
                 words = re.sub(r"\bs\b", "rows", condition)
                 return f"{words}{f' (from {origin})' if origin else ''}"

@@ -15,8 +15,10 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.config import Config
+from pcgsvc.forward.objects import items_of
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.program.forms import (
+    MEMBERS,
     NotCanonicalError,
     canonical,
     code_digest,
@@ -127,10 +129,17 @@ def _tensor_facts(module: torch.nn.Module) -> tuple[list[Any], str]:
 
 
 def _module_facts(module: torch.nn.Module) -> list[Any]:
-    """Return names and classes of all submodules, and which of them are one and the same."""
+    """Return names and classes of all submodules, and which of them are one and the same.
+
+    And what they hold of classes' members, such as `torch.Tensor.sin`.
+    """
     first: dict[int, str] = {}
-    named = module.named_modules(remove_duplicate=False)
-    return [[name, name_of(type(sub)), first.setdefault(id(sub), name)] for name, sub in named]
+    rows = []
+    for name, sub in module.named_modules(remove_duplicate=False):
+        held = [place for own in items_of(vars(sub)) for place in (own, *items_of(own.value))]
+        members = [[p.name, canonical(p.value)] for p in held if isinstance(p.value, MEMBERS)]
+        rows.append([name, name_of(type(sub)), first.setdefault(id(sub), name), *members])
+    return rows
 
 
 def piece_facts(

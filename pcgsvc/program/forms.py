@@ -121,6 +121,8 @@ def canonical(value: Any) -> Any:
         return ["dict", [[canonical(k), canonical(v)] for k, v in value.items()]]
     if isinstance(value, (slice, range)):
         return [type(value).__name__, [canonical(v) for v in (value.start, value.stop, value.step)]]
+    if isinstance(value, MEMBERS):
+        return ["member", name_of(value.__objclass__), value.__name__]
     if isinstance(value, types.CodeType):
         return ["code", value.co_name, _digest(_code_words(value))]
     if isinstance(value, functools.partial):
@@ -139,6 +141,10 @@ def canonical(value: Any) -> Any:
     if type(value).__module__ == "torch.distributed.tensor.placement_types":
         return ["torch", repr(value)]
     raise NotCanonicalError(f"a {name_of(type(value))} has no form that can be written down")
+
+
+MEMBERS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
+"""What `torch.Tensor.sin` is: Dynamo guards none of it, wherever a forward finds it."""
 
 
 def name_of(thing: Any) -> str:
@@ -292,6 +298,8 @@ def _words(thing: Any, seen: set[int]) -> Iterator[str]:
         yield from _code_words(thing.__code__)
         yield json.dumps([or_type(thing.__defaults__), or_type(thing.__kwdefaults__)])
         inner += [place.value for place in cells_of(thing) if isinstance(place.value, _CALLABLES)]
+        read = [p for p in reads_of(thing, name_of(thing)) if isinstance(p.value, MEMBERS)]
+        yield json.dumps([[place.name, canonical(place.value)] for place in read])
     elif isinstance(thing, functools.partial):
         yield json.dumps([or_type(thing.args), or_type(thing.keywords)])
     elif isinstance(thing, type):
@@ -301,6 +309,8 @@ def _words(thing: Any, seen: set[int]) -> Iterator[str]:
 
 
 def _class_words(cls: type, seen: set[int]) -> Iterator[str]:
+    if issubclass(cls, enum.Enum):
+        yield json.dumps([[name, or_type(m.value)] for name, m in cls.__members__.items()])
     for base in cls.__mro__:
         yield name_of(base)
         members = replaced(base) if is_versioned(base.__module__) else dict(vars(base))

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +38,7 @@ from pcgsvc.program.forms import (
 from pcgsvc.trace.graph import Guard
 
 _NOT_STORED = {
-    "TENSOR_MATCH": "the tensor signature is in the key, ties included",
+    "TENSOR_MATCH": "the module's tensors are in the key, ties included; others: `_is_foreign`",
     "DUPLICATE_INPUT": "ties of tensors and modules are in the key; objects: `_aliases`",
     "NO_TENSOR_ALIASING": "inputs are the runner's own buffers",
     "STORAGE_OVERLAPPING": "inputs are the runner's own buffers",
@@ -54,6 +56,8 @@ ENVIRONMENT = "ENVIRONMENT"
 _Environ = type(os.environ)
 _RANK = "rank_and_world"
 """A name of our own in guards: which of how many processes this one is, or None."""
+_FIRST = "___first_places"
+"""A name of our own in guards: `_first_places`."""
 _ROOTS = ("names", "places", "tensors", "traced")
 """Locals of our own traced function."""
 
@@ -88,13 +92,15 @@ def stored_guards(
         (guard.source, torch_private.setting_source(guard.source, guard.value)) for guard in guards
     ]
     settings = {entry: setting for entry, setting in named if setting is not None}
-    for guard in [*guards, *_aliases(guards), *_place(guards, scope)]:
+    for guard in [*guards, *_aliases(guards, scope), *_place(guards, scope)]:
         key = (guard.source, guard.kind)
         reason = _of_this_process(guard)
         if reason is not None:
             problems.append(reason)
             continue
-        if key in found or guard.kind in _NOT_STORED or not _is_users(guard.source):
+        if key in found or not _is_users(guard.source):
+            continue
+        if guard.kind in _NOT_STORED and not _is_foreign(guard, scope):
             continue
         if guard.source.startswith(pythons + groups):
             continue
@@ -138,6 +144,19 @@ def first_broken(
     return None
 
 
+def _is_foreign(guard: Guard, scope: _Scope) -> bool:
+    """Whether a guard is on a tensor that the key does not have, or has under another name."""
+    if guard.kind not in ("TENSOR_MATCH", "DUPLICATE_INPUT"):
+        return False
+    if not isinstance(guard.value, torch.Tensor) or not _is_users(guard.source):
+        return False
+    is_own = guard.source.startswith("module") and _REGISTERED.search(guard.source) is not None
+    return not (is_own and id(guard.value) in scope.registered)
+
+
+_REGISTERED = re.compile(r"\._(parameters|buffers)\['[^']*'\]$")
+
+
 def _place(guards: Sequence[Guard], scope: _Scope) -> Iterator[Guard]:
     """Yield a guard on rank and world size, if the forward may have read them: no other is made."""
     if any(reads_ranks(guard.value) for guard in guards):
@@ -172,8 +191,8 @@ def _is_namedtuple_scope(value: Any) -> bool:
     return isinstance(name, str) and name.startswith("namedtuple_") and "_tuple_new" in value
 
 
-def _aliases(guards: Sequence[Guard]) -> Iterator[Guard]:
-    """Yield guards on which plain objects are one and which are two: code may ask by `is`.
+def _aliases(guards: Sequence[Guard], scope: _Scope) -> Iterator[Guard]:
+    """Yield guards on which objects, or tensors, are one and which are two: code may ask by `is`.
 
     Where Dynamo guards on that at all, it names one side only.
     """
@@ -181,11 +200,22 @@ def _aliases(guards: Sequence[Guard]) -> Iterator[Guard]:
     for guard in guards:
         cls = type(guard.value)
         plain = not isinstance(guard.value, (*_NO_ALIAS, torch.Tensor, torch.nn.Module))
-        if guard.kind in ("TYPE_MATCH", "DUPLICATE_INPUT") and plain and _is_users(guard.source):
+        is_object = guard.kind in ("TYPE_MATCH", "DUPLICATE_INPUT") and plain
+        if is_object and _is_users(guard.source):
             places.setdefault(cls, {})[guard.source] = guard.value
     for found in places.values():
         for (one, a), (other, b) in itertools.combinations(sorted(found.items()), 2):
             yield Guard(source=f"{one} is {other}", kind="CONSTANT_MATCH", value=a is b)
+    tensors = {g.source: g.value for g in guards if _is_foreign(g, scope)}
+    if len(tensors) > 1:  # of all at once: there may be hundreds, such as the parts of a KV cache
+        source, value = f"{_FIRST}(({', '.join(tensors)}))", _first_places([*tensors.values()])
+        yield Guard(source=source, kind="CONSTANT_MATCH", value=value)
+
+
+def _first_places(values: Sequence[Any]) -> list[int]:
+    """Return for each value the place where the very object is met first."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(value), at) for at, value in enumerate(values)]
 
 
 _NO_ALIAS = (dict, list, set, tuple, type, types.FunctionType, types.ModuleType, enum.Enum)
@@ -226,6 +256,7 @@ class _Scope:
             "constants": dict(constants),
             "G": _Globals(),
             _RANK: rank_and_world(),
+            _FIRST: _first_places,
             "___dataclass_fields": dataclasses.fields,  # Dynamo's word for it
             "__builtins__": {
                 t.__name__: t for t in (object, type, dict, list, tuple, len, hasattr)
@@ -233,6 +264,11 @@ class _Scope:
         }
 
         self._classes: dict[type, list[Any]] = {}
+        self.registered: dict[int, str] = {}
+        """Names of the module's parameters and buffers by identity."""
+        if isinstance(module, torch.nn.Module):
+            named = itertools.chain(module.named_parameters(), module.named_buffers())
+            self.registered = {id(tensor): name for name, tensor in named}
 
     def read(self, source: str) -> Any:
         """Evaluate one source; it came from Dynamo, or from a stored program that is trusted."""
@@ -243,16 +279,46 @@ class _Scope:
 
     def form(self, kind: str, value: Any) -> Any:
         """Return what a guard of this kind compares, in JSON types."""
+        if isinstance(value, torch.Tensor) and kind in ("TENSOR_MATCH", "DUPLICATE_INPUT"):
+            return [*_tensor_form(value), self.registered.get(id(value))]
         if kind in ("TYPE_MATCH", "NN_MODULE", "CLASS_MATCH"):
             cls = value if kind == "CLASS_MATCH" else type(value)
             if isinstance(cls, type):
                 if cls not in self._classes:
                     self._classes[cls] = identity(cls)
+                if kind == "TYPE_MATCH" and (names := _attribute_names(value)):
+                    return [self._classes[cls], names]
                 return self._classes[cls]
         try:
             return _form(kind, value)
         except RecursionError:
             raise NotCanonicalError("it holds itself") from None
+
+
+def _tensor_form(tensor: torch.Tensor) -> list[Any]:
+    """Return what a forward may read of a tensor besides its values."""
+    form: list[Any] = [
+        name_of(type(tensor)),
+        str(tensor.dtype),
+        list(tensor.shape),
+        tensor.device.type,
+    ]
+    form += [str(tensor.layout), tensor.requires_grad]
+    if tensor.layout is torch.strided:
+        form += [list(tensor.stride()), tensor.storage_offset()]
+    return form
+
+
+def _attribute_names(value: Any) -> list[str]:
+    """Return what `vars` lists of a plain object; Dynamo guards what is read of it, not the rest.
+
+    Without what comes and goes by itself.
+    """
+    if isinstance(value, (torch.nn.Module, torch.Tensor, type, types.FunctionType)):
+        return []
+    names = list(getattr(value, "__dict__", {}))
+    cls = type(value)
+    return [n for n in names if not isinstance(vars(cls).get(n), functools.cached_property)]
 
 
 def _form(kind: str, value: Any) -> Any:

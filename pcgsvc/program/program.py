@@ -61,6 +61,8 @@ class CompiledPiece(Protocol):
     """Whether its kernels are invisible to a recorder that listens to dispatched ops."""
     boundaries: Boundaries | None = None
     """The splitting ops that it calls by itself; None: it is a region."""
+    assumes: Sequence[str] = ()
+    """What its compiler assumes of the row count `s`, beyond its document: Python source."""
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the piece; results in the order of its document's outputs."""

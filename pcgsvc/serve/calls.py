@@ -36,7 +36,15 @@ from pcgsvc.program.program import Direct
 from pcgsvc.serve.counts import CallCounts
 from pcgsvc.serve.dispatch import DispatchTable, unlike_traced
 from pcgsvc.serve.inputs import InputBinder
-from pcgsvc.serve.replay import Replay, Route, clone_all, cloned, input_views, poison_others
+from pcgsvc.serve.replay import (
+    Replay,
+    Route,
+    clone_all,
+    cloned,
+    input_views,
+    poison_others,
+    result_memory,
+)
 from pcgsvc.serve.streams import CallOrder
 from pcgsvc.serve.weights import LoadedState, Weights
 
@@ -84,6 +92,9 @@ class Calls:
         every = list(range(len(model.outputs.specs)))
         self._cloned = every if clone else input_views(table, memory)
         """The graph results that a call clones."""
+        self._returned = {at for kind, at in model.outputs.leaves if kind == "input"}
+        """The inputs that a call returns as they are."""
+        self._graph_memory = result_memory(table) if self._returned else set()
         self.poison = config.debug.poison
         self._query_len = config.capture.uniform_query_len
         self._device_type = memory.device.type
@@ -269,6 +280,8 @@ class Calls:
         unlike: str | None,
     ) -> Any:
         if route is not None and unlike is None:
+            if self._returned and (self.lends or not self._clones):
+                values = self._not_of_graphs(values)
             given = self._inputs.apart(values) if self.lends else values
             results = self._run_with_copies(route, given, batch)
             if results is None:
@@ -285,6 +298,15 @@ class Calls:
         else:
             results = self._clone(self._run_uncaptured(values, batch))
         return self.model.outputs.build(results, values)
+
+    def _not_of_graphs(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return inputs with clones of those to return that are results, which a replay writes."""
+        return [
+            v.clone()
+            if at in self._returned and v.untyped_storage().data_ptr() in self._graph_memory
+            else v
+            for at, v in enumerate(values)
+        ]
 
     def _run_with_copies(
         self, route: Route, values: Sequence[torch.Tensor], batch: CheckedBatch

@@ -83,6 +83,12 @@ def input_views(table: GraphTable, memory: Workspace) -> list[int]:
     )
 
 
+def result_memory(table: GraphTable) -> set[int]:
+    """Return the addresses of the storages that the results of the graphs lie in."""
+    results = (result for entry in table.entries.values() for result in entry.outputs)
+    return {result.untyped_storage().data_ptr() for result in results}
+
+
 def poison_others(table: GraphTable, entry: Entry) -> None:
     """Fill what every other entry's segments allocated with NaN, as pool sharing may."""
     for other in table.entries.values():

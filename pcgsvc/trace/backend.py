@@ -119,7 +119,9 @@ _INSTEAD = {
 
 
 def refuse_unsupported(graph: torch.fx.Graph) -> None:
-    """Refuse higher-order operators, and context managers that would not reach splitting ops.
+    """Refuse what a piece cannot hold, or what would not reach splitting ops.
+
+    That is higher-order operators and opaque functions; and context managers.
 
     Raises:
         TraceError: there is one in the graph.
@@ -134,6 +136,13 @@ def refuse_unsupported(graph: torch.fx.Graph) -> None:
                 f"{name} at {user_line(lined)}: it sets state of torch's for a stretch of Python; "
                 "graphs, and the splitting ops between them, run without it. Ways out: "
                 f"{_INSTEAD[name]}; or as follows. {WAYS_OUT}"
+            )
+    for node in graph.find_nodes(op="get_attr"):
+        if not isinstance(node.meta.get("example_value"), torch.Tensor):
+            raise TraceError(
+                f"{user_line(next(iter(node.users), node))}: a function that Dynamo does not look "
+                "into (torch._dynamo.nonstrict_trace), which no piece can hold. Register it with "
+                "torch.library.custom_op or pcgsvc.splitting_op, or leave the mark out."
             )
 
 

@@ -357,17 +357,8 @@ class Canonical:
     def _predicate(self) -> SizePredicate:
         if self.symbol is None:
             return SizePredicate(())
-        conditions: list[str] = []
-        origins: list[str] = []
-        for guard in self.capture.shape_env.guards:
-            expression = self.capture.shape_env.replace(guard.expr)
-            if expression.free_symbols != {self.symbol}:
-                continue  # an equality of two sizes that is now built in, or static
-            text = re.sub(rf"\b{self.symbol}\b", "s", torch_private.python_source(expression))
-            if text not in conditions:
-                conditions.append(text)
-                origins.append(str(guard.sloc.maybe_user_loc or ""))
-        return SizePredicate(tuple(conditions), tuple(origins))
+        found = torch_private.size_conditions(self.capture.shape_env, self.symbol)
+        return SizePredicate(tuple(found), tuple(found.values()))
 
 
 def _example(node: torch.fx.Node) -> Any:
