@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,6 +106,9 @@ def test_sampling_is_the_request_s(server: Server) -> None:
         ({"prompt": [1], "temperature": -1}, 422, "temperature: got -1"),
         ({"prompt": [1], "top_p": 2}, 422, "top_p: got 2"),
         ({"prompt": [1], "seed": -1}, 422, "seed: got -1"),
+        ({"prompt": [1], "temperature": True}, 422, "temperature: Input should be a valid number"),
+        ({"prompt": [1], "top_p": "0.5"}, 422, "top_p: Input should be a valid number"),
+        ({"prompt": [1], "stream": "false"}, 422, "stream: Input should be a valid boolean"),
         ({"prompt": [1], "stop": ["x"]}, 422, "no tokenizer"),
         ({"prompt": [1], "temprature": 1}, 422, "temprature"),
         ({"prompt": [1] * 30_000}, 413, "50000 bytes"),
@@ -123,6 +127,19 @@ def test_what_is_no_json_or_ends_early_is_refused(server: Server) -> None:
     broken = httpx.post(f"{server.url}/generate", content=b'{"prompt": [1', headers=kind)
     assert (broken.status_code, "JSON decode error" in reason(broken)) == (422, True)
     assert "body.prompt: Field required" in reason(post(server))
+    for content, words in (
+        (b"[" * 9000, "RecursionError"),
+        (b'{"prompt": [1], "seed": ' + b"1" * 5000 + b"}", "limit"),
+        (b'{"prompt": "\xff"}', "utf-8"),
+    ):
+        odd = httpx.post(f"{server.url}/generate", content=content, headers=kind)
+        assert (odd.status_code, words in reason(odd)) == (422, True), odd.text
+    body = b'{"prompt": [1], "max_new_tokens": 1}'
+    untold = httpx.post(f"{server.url}/generate", content=body, headers={"Content-Type": "text/x"})
+    assert (untold.status_code, "got 'text/x'; application/json" in reason(untold)) == (422, True)
+    many = reason(post(server, prompt=["x"] * 5000))
+    assert len(many) < 1000, many[:2000]
+    assert many.endswith("and 4996 more"), many[-100:]
     port = int(server.url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as cut:
         cut.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
@@ -205,9 +222,21 @@ def test_without_a_model_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="neither is set"):
         create_app()
-    monkeypatch.setenv("SERVICE_SLOTS", "many")
-    with pytest.raises(ValueError, match="many"):
-        create_app()
+    monkeypatch.setenv("SERVICE_GENERATE", "model=llama")
+    for name, value in (
+        ("SLOTS", "many"),
+        ("SLOTS", "-1"),
+        ("WINDOW_MS", "-1"),
+        ("WINDOW_MS", "nan"),
+        ("MAX_WAITING", "0"),
+        ("MAX_NEW_TOKENS", "0"),
+        ("MAX_BODY", "0"),
+        ("REQUIRE_WARM", "yes"),
+    ):
+        with monkeypatch.context() as one:
+            one.setenv(f"SERVICE_{name}", value)
+            with pytest.raises(ValueError, match=f"{name.lower()}: got '?{value}"):
+                create_app()
 
 
 def test_texts_of_concurrent_requests_share_calls_and_one_bad_one_spoils_none() -> None:
@@ -303,6 +332,89 @@ def test_what_a_step_gave_is_handed_out_whatever_follows(
             "nothing runs": [two, two],
         }[then]
     )
+
+
+@pytest.mark.parametrize("then", ["it is cancelled", "it raises"])
+def test_a_request_is_answered_or_freed_whatever_comes_while_it_is_started(
+    monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    from generate_helpers import load as load_runner
+    from service.front import GenerateFront, Job, StepError
+
+    import pcgsvc
+
+    real = pcgsvc.Slots.start
+
+    async def read(job: Job) -> list[int]:
+        return [token.token async for tokens in job for token in tokens]
+
+    async def main(runner: pcgsvc.Runner) -> list[Any]:
+        front = GenerateFront(
+            runner, slots=2, max_waiting=2, window_s=0.1, on_step=lambda seconds: None
+        )
+        jobs: list[Job] = []
+
+        def start(self: Any, continuation: Any) -> bool:
+            started = real(self, continuation)
+            if continuation is jobs[1].continuation:
+                if then == "it raises":
+                    raise RuntimeError("lost")
+                front.cancel(jobs[1])
+            return started
+
+        monkeypatch.setattr(pcgsvc.Slots, "start", start)
+        jobs.extend(front.submit([9], 4, front.sampling) for _ in range(2))
+        read_by = jobs[:1] if then == "it is cancelled" else jobs
+        try:
+            work = asyncio.gather(*map(read, read_by), return_exceptions=True)
+            return [*await asyncio.wait_for(work, 60), jobs[1].continuation.finished]
+        finally:
+            await front.close()
+
+    with load_runner() as runner:
+        *got, finished = asyncio.run(main(runner))
+        assert runner.blocks is not None
+        assert runner.blocks.num_free == runner.blocks.num_blocks
+    assert finished == "cancelled"
+    if then == "it is cancelled":
+        assert got == [wanted([[9]], 4)[0]]
+    else:
+        assert [(type(one), str(one)) for one in got] == [(StepError, "RuntimeError: lost")] * 2
+
+
+def test_texts_of_a_client_that_left_are_not_embedded_and_hold_no_place() -> None:
+    import torch
+    from service.front import EmbedFront
+
+    calls: list[list[str]] = []
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Encoder:
+        def embed(self, texts: list[str], *, truncate: bool) -> torch.Tensor:
+            calls.append(texts)
+            begun.set()
+            may_end.wait(60)
+            return torch.zeros(len(texts), 1)
+
+    async def main() -> None:
+        runner: Any = Encoder()
+        front = EmbedFront(runner, max_texts=8, max_waiting=1, window_s=0)
+        first = asyncio.ensure_future(front.embed(["a"], True))
+        await asyncio.to_thread(begun.wait, 60)
+        gone = asyncio.ensure_future(front.embed(["b"], True))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone])
+        last = asyncio.ensure_future(front.embed(["c"], True))  # its place is free
+        await asyncio.sleep(0)
+        may_end.set()
+        try:
+            await asyncio.gather(first, last)
+        finally:
+            await front.close()
+
+    asyncio.run(main())
+    assert calls == [["a"], ["c"]]
 
 
 def test_tokens_that_wait_together_come_at_once_and_what_ends_them_after_them() -> None:
