@@ -332,6 +332,8 @@ def test_stop_texts_and_end_tokens_end_the_text_before_them(
     given = list(runner.stream("5 17", 8, sampling=Sampling(stop=(stop,))))
     assert "".join(token.text for token in given) == cut
     assert given[-1].continuation.finished == "stop"
+    with pytest.raises(BatchError, match=r"got '\\ud800' at 2, which is half of a surrogate pair"):
+        runner.generate(["5 \ud800"], 8)
     ends = Sampling(end_ids=frozenset({full[3]}))
     at = full.index(full[3])
     assert runner.generate(["5 17"], 8, sampling=ends, return_ids=True) == [full[:at]]

@@ -19,7 +19,7 @@ from pcgsvc.events import span
 from pcgsvc.forward.sampling import Sampling
 from pcgsvc.serve.continuation import Continuation, NewToken
 from pcgsvc.serve.launches import Launched, Launcher
-from pcgsvc.serve.steps import StepRunner, checked_ids, largest_step
+from pcgsvc.serve.steps import StepRunner, checked_ids, checked_text, largest_step
 from pcgsvc.serve.text import TextStream
 
 
@@ -97,8 +97,8 @@ class Slots:
             live_text: give text with every token; else all of it with the last one.
 
         Raises:
-            BatchError: the prompt is empty, too long or has a token that the model lacks, or
-                `max_new_tokens` is no whole number of at least 1.
+            BatchError: the prompt is empty, too long, no whole characters or has a token that the
+                model lacks, or `max_new_tokens` is no whole number of at least 1.
             ConfigError: text was given or is asked for (`stop`), and there is no tokenizer.
         """
         sampling = self.sampling if sampling is None else sampling
@@ -111,7 +111,7 @@ class Slots:
                 "or pass token ids (return_ids=True) and no stop texts."
             )
         if isinstance(prompt, str) and tokenizer is not None:
-            prompt = tokenizer.encode(prompt)
+            prompt = tokenizer.encode(checked_text(prompt, "prompts: got"))
         ids = self._checked(prompt, max_new_tokens)
         ends, stream = sampling.end_ids, None
         if tokenizer is not None:
