@@ -154,7 +154,8 @@ class Service:
             "service_requests", "Requests answered.", ["endpoint", "status"], registry=registry
         )
         self.cancelled = Counter("service_cancelled", "Clients gone early.", registry=registry)
-        self.tokens = Counter("service_tokens", "Tokens.", ["kind"], registry=registry)
+        words = "Of prompts that were taken; new ones, of answers that were given whole."
+        self.tokens = Counter("service_tokens", words, ["kind"], registry=registry)
         self.waiting = Gauge("service_waiting", "Queued.", ["endpoint"], registry=registry)
         self.busy = Gauge("service_running", "In slots.", ["endpoint"], registry=registry)
         seconds = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
