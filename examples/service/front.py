@@ -240,8 +240,9 @@ class GenerateFront(_Front[Job]):
                 return
 
     def _fail(self, error: StepError) -> None:
+        self._slots.close()
         for continuation, job in self._jobs.items():
-            self._slots.cancel(continuation)
+            self._slots.cancel(continuation)  # of one whose start raised
             self._events.append((job, error))
         self._jobs.clear()
         self._hand_out()
