@@ -239,6 +239,22 @@ def test_without_a_model_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> N
                 create_app()
 
 
+@pytest.mark.parametrize("words", ["model=llama model.num_layers=1", "model=encoder"])
+def test_a_model_that_embeds_no_texts_ends_the_start(words: str) -> None:
+    from service.app import Service, Settings
+
+    from pcgsvc.errors import ConfigError
+
+    words += " compiler=eager device=cpu capture.sizes=[16] cache.mode=off"
+
+    async def main() -> None:
+        async with Service(Settings(embed=words)).running():
+            pass
+
+    with pytest.raises(ConfigError, match=r"gives no sentence vectors|has no tokenizer"):
+        asyncio.run(main())
+
+
 def test_texts_of_concurrent_requests_share_calls_and_one_bad_one_spoils_none() -> None:
     import torch
     from service.front import BusyError, DrainingError, EmbedFront, StepError

@@ -186,6 +186,8 @@ class Service:
                 )
                 stack.push_async_callback(self.generate.close)
             if "embed" in runners:
+                runners["embed"].embed([""])  # a model that embeds no texts ends the start
+                runners["embed"].reset_stats()
                 self.embed = EmbedFront(
                     runners["embed"],
                     max_texts=64,
