@@ -215,6 +215,51 @@ def test_an_exception_that_nobody_foresaw_is_counted_and_has_the_shape_of_a_refu
     assert schemas == {"#/components/schemas/Refusal"}
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_the_grace_time_of_a_shutdown_leaves_running_is_told(streams: bool) -> None:
+    from collections.abc import AsyncIterator
+
+    from service.app import Service, Settings, _Events, app_of
+
+    service = Service(Settings(generate="not loaded"))
+    app, sent, ended = app_of(service), list[Any](), list[bool]()
+
+    async def waits() -> Any:
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: {}\n\n"
+            await asyncio.Event().wait()
+
+        if not streams:
+            await asyncio.Event().wait()
+        return _Events(events(), lambda: ended.append(True))
+
+    app.get("/generate", response_model=None)(waits)
+    scope = {"type": "http", "method": "GET", "path": "/generate", "headers": []}
+    scope |= {"query_string": b"", "http_version": "1.1", "asgi": {"version": "3.0"}}
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(app(scope, receive, send))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+    counted = {"endpoint": "generate", "status": "200" if streams else "503"}
+    assert sent[0]["status"] == int(counted["status"])
+    assert service.registry.get_sample_value("service_requests_total", counted) == 1
+    *_, last = sent
+    event = json.loads(last["body"].removeprefix(b"data: "))
+    assert event == {"error": "the service shuts down, and this took too long"}
+    assert not last.get("more_body")
+    assert ended == [True] * streams
+
+
 def test_without_a_model_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from service.app import create_app
 

@@ -349,7 +349,8 @@ class _Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        got, most, started = 0, self._service.settings.max_body, False
+        got, most = 0, self._service.settings.max_body
+        started = streams = False
         endpoint = scope["path"].strip("/")
         endpoint = endpoint if endpoint in ENDPOINTS else "other"
 
@@ -362,14 +363,24 @@ class _Edge:
             return message
 
         async def counted(message: Any) -> None:
-            nonlocal started
+            nonlocal started, streams
             if message["type"] == "http.response.start":
                 started = True
+                kind = dict(message["headers"]).get(b"content-type", b"")
+                streams = kind.startswith(b"text/event-stream")
                 self._service.requests.labels(endpoint, message["status"]).inc()
             await send(message)
 
         try:
             await self._app(scope, limited, counted)
+        except asyncio.CancelledError:  # of what its grace time left running, by the server
+            refusal = "the service shuts down, and this took too long"
+            if not started:
+                await _refusal(refusal, 503)(scope, limited, counted)
+            elif streams:
+                await send({"type": "http.response.body", "body": _event({"error": refusal})})
+            else:
+                raise
         except Exception:  # answered further out
             if not started:
                 self._service.requests.labels(endpoint, 500).inc()
