@@ -544,6 +544,8 @@ def test_texts_are_cut_only_where_that_was_asked_for(small_folder: Path) -> None
         torch.testing.assert_close(cut, runner.embed([[2, 5, 6, 7, 8, 9, 8, 3]]))
         with pytest.raises(BatchError, match=r"got one text"):
             runner.embed("hello")
+        with pytest.raises(BatchError, match=r"text 1 has '\\udc80' at 1, which is half"):
+            runner.embed(["a", "b\udc80"], truncate=True)
 
 
 def spoil(folder: Path, name: str, **changes: Any) -> None:

@@ -96,6 +96,18 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_may_be_drawn(uniform: fl
     assert choose(logits, [row]).tolist() == [47 if uniform == 0 else 49]
 
 
+@pytest.mark.parametrize("odd", [float("inf"), float("nan")])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_a_row_without_probabilities_gets_its_highest_logit_and_changes_no_other(
+    odd: float, cut: dict[str, Any]
+) -> None:
+    logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(4))
+    alone = int(choose(logits[1:], [Row(Sampling(temperature=1.0, seed=5, **cut))]))
+    logits[0, 6] = odd
+    rows = [Row(Sampling(temperature=1.0, seed=5, **cut)) for _ in range(2)]
+    assert choose(logits, rows).tolist() == [6, alone]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,6 +106,9 @@ def test_sampling_is_the_request_s(server: Server) -> None:
         ({"prompt": [1], "temperature": -1}, 422, "temperature: got -1"),
         ({"prompt": [1], "top_p": 2}, 422, "top_p: got 2"),
         ({"prompt": [1], "seed": -1}, 422, "seed: got -1"),
+        ({"prompt": [1], "temperature": True}, 422, "temperature: Input should be a valid number"),
+        ({"prompt": [1], "top_p": "0.5"}, 422, "top_p: Input should be a valid number"),
+        ({"prompt": [1], "stream": "false"}, 422, "stream: Input should be a valid boolean"),
         ({"prompt": [1], "stop": ["x"]}, 422, "no tokenizer"),
         ({"prompt": [1], "temprature": 1}, 422, "temprature"),
         ({"prompt": [1] * 30_000}, 413, "50000 bytes"),
@@ -123,6 +127,19 @@ def test_what_is_no_json_or_ends_early_is_refused(server: Server) -> None:
     broken = httpx.post(f"{server.url}/generate", content=b'{"prompt": [1', headers=kind)
     assert (broken.status_code, "JSON decode error" in reason(broken)) == (422, True)
     assert "body.prompt: Field required" in reason(post(server))
+    for content, words in (
+        (b"[" * 9000, "RecursionError"),
+        (b'{"prompt": [1], "seed": ' + b"1" * 5000 + b"}", "limit"),
+        (b'{"prompt": "\xff"}', "utf-8"),
+    ):
+        odd = httpx.post(f"{server.url}/generate", content=content, headers=kind)
+        assert (odd.status_code, words in reason(odd)) == (422, True), odd.text
+    body = b'{"prompt": [1], "max_new_tokens": 1}'
+    untold = httpx.post(f"{server.url}/generate", content=body, headers={"Content-Type": "text/x"})
+    assert (untold.status_code, "got 'text/x'; application/json" in reason(untold)) == (422, True)
+    many = reason(post(server, prompt=["x"] * 5000))
+    assert len(many) < 1000, many[:2000]
+    assert many.endswith("and 4996 more"), many[-100:]
     port = int(server.url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as cut:
         cut.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
@@ -198,6 +215,51 @@ def test_an_exception_that_nobody_foresaw_is_counted_and_has_the_shape_of_a_refu
     assert schemas == {"#/components/schemas/Refusal"}
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_the_grace_time_of_a_shutdown_leaves_running_is_told(streams: bool) -> None:
+    from collections.abc import AsyncIterator
+
+    from service.app import Service, Settings, _Events, app_of
+
+    service = Service(Settings(generate="not loaded"))
+    app, sent, ended = app_of(service), list[Any](), list[bool]()
+
+    async def waits() -> Any:
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: {}\n\n"
+            await asyncio.Event().wait()
+
+        if not streams:
+            await asyncio.Event().wait()
+        return _Events(events(), lambda: ended.append(True))
+
+    app.get("/generate", response_model=None)(waits)
+    scope = {"type": "http", "method": "GET", "path": "/generate", "headers": []}
+    scope |= {"query_string": b"", "http_version": "1.1", "asgi": {"version": "3.0"}}
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(app(scope, receive, send))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+    counted = {"endpoint": "generate", "status": "200" if streams else "503"}
+    assert sent[0]["status"] == int(counted["status"])
+    assert service.registry.get_sample_value("service_requests_total", counted) == 1
+    *_, last = sent
+    event = json.loads(last["body"].removeprefix(b"data: "))
+    assert event == {"error": "the service shuts down, and this took too long"}
+    assert not last.get("more_body")
+    assert ended == [True] * streams
+
+
 def test_without_a_model_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from service.app import create_app
 
@@ -205,9 +267,37 @@ def test_without_a_model_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="neither is set"):
         create_app()
-    monkeypatch.setenv("SERVICE_SLOTS", "many")
-    with pytest.raises(ValueError, match="many"):
-        create_app()
+    monkeypatch.setenv("SERVICE_GENERATE", "model=llama")
+    for name, value in (
+        ("SLOTS", "many"),
+        ("SLOTS", "-1"),
+        ("WINDOW_MS", "-1"),
+        ("WINDOW_MS", "nan"),
+        ("MAX_WAITING", "0"),
+        ("MAX_NEW_TOKENS", "0"),
+        ("MAX_BODY", "0"),
+        ("REQUIRE_WARM", "yes"),
+    ):
+        with monkeypatch.context() as one:
+            one.setenv(f"SERVICE_{name}", value)
+            with pytest.raises(ValueError, match=f"{name.lower()}: got '?{value}"):
+                create_app()
+
+
+@pytest.mark.parametrize("words", ["model=llama model.num_layers=1", "model=encoder"])
+def test_a_model_that_embeds_no_texts_ends_the_start(words: str) -> None:
+    from service.app import Service, Settings
+
+    from pcgsvc.errors import ConfigError
+
+    words += " compiler=eager device=cpu capture.sizes=[16] cache.mode=off"
+
+    async def main() -> None:
+        async with Service(Settings(embed=words)).running():
+            pass
+
+    with pytest.raises(ConfigError, match=r"gives no sentence vectors|has no tokenizer"):
+        asyncio.run(main())
 
 
 def test_texts_of_concurrent_requests_share_calls_and_one_bad_one_spoils_none() -> None:
@@ -303,6 +393,89 @@ def test_what_a_step_gave_is_handed_out_whatever_follows(
             "nothing runs": [two, two],
         }[then]
     )
+
+
+@pytest.mark.parametrize("then", ["it is cancelled", "it raises"])
+def test_a_request_is_answered_or_freed_whatever_comes_while_it_is_started(
+    monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    from generate_helpers import load as load_runner
+    from service.front import GenerateFront, Job, StepError
+
+    import pcgsvc
+
+    real = pcgsvc.Slots.start
+
+    async def read(job: Job) -> list[int]:
+        return [token.token async for tokens in job for token in tokens]
+
+    async def main(runner: pcgsvc.Runner) -> list[Any]:
+        front = GenerateFront(
+            runner, slots=2, max_waiting=2, window_s=0.1, on_step=lambda seconds: None
+        )
+        jobs: list[Job] = []
+
+        def start(self: Any, continuation: Any) -> bool:
+            started = real(self, continuation)
+            if continuation is jobs[1].continuation:
+                if then == "it raises":
+                    raise RuntimeError("lost")
+                front.cancel(jobs[1])
+            return started
+
+        monkeypatch.setattr(pcgsvc.Slots, "start", start)
+        jobs.extend(front.submit([9], 4, front.sampling) for _ in range(2))
+        read_by = jobs[:1] if then == "it is cancelled" else jobs
+        try:
+            work = asyncio.gather(*map(read, read_by), return_exceptions=True)
+            return [*await asyncio.wait_for(work, 60), jobs[1].continuation.finished]
+        finally:
+            await front.close()
+
+    with load_runner() as runner:
+        *got, finished = asyncio.run(main(runner))
+        assert runner.blocks is not None
+        assert runner.blocks.num_free == runner.blocks.num_blocks
+    assert finished == "cancelled"
+    if then == "it is cancelled":
+        assert got == [wanted([[9]], 4)[0]]
+    else:
+        assert [(type(one), str(one)) for one in got] == [(StepError, "RuntimeError: lost")] * 2
+
+
+def test_texts_of_a_client_that_left_are_not_embedded_and_hold_no_place() -> None:
+    import torch
+    from service.front import EmbedFront
+
+    calls: list[list[str]] = []
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Encoder:
+        def embed(self, texts: list[str], *, truncate: bool) -> torch.Tensor:
+            calls.append(texts)
+            begun.set()
+            may_end.wait(60)
+            return torch.zeros(len(texts), 1)
+
+    async def main() -> None:
+        runner: Any = Encoder()
+        front = EmbedFront(runner, max_texts=8, max_waiting=1, window_s=0)
+        first = asyncio.ensure_future(front.embed(["a"], True))
+        await asyncio.to_thread(begun.wait, 60)
+        gone = asyncio.ensure_future(front.embed(["b"], True))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone])
+        last = asyncio.ensure_future(front.embed(["c"], True))  # its place is free
+        await asyncio.sleep(0)
+        may_end.set()
+        try:
+            await asyncio.gather(first, last)
+        finally:
+            await front.close()
+
+    asyncio.run(main())
+    assert calls == [["a"], ["c"]]
 
 
 def test_tokens_that_wait_together_come_at_once_and_what_ends_them_after_them() -> None:

@@ -251,6 +251,56 @@ def test_a_step_that_was_launched_early_is_right_whatever_comes_between(
             assert whole[len(one.new)] in one.sampling.end_ids
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_meanwhile_may_cancel_what_is_running_and_start_what_waits(
+    runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    prompts = [[5, 17, 200], [9], [42, 43], [7]]
+    with Slots(runner, max_requests=3) as slots:
+        monkeypatch.setattr(slots, "_is_async", is_async)
+        stays, leaves, last, late = (
+            slots.prepare(prompt, count)
+            for prompt, count in zip(prompts, (6, 6, 3, 5), strict=True)
+        )
+        for one in (stays, leaves, last):
+            slots.start(one)
+        steps, given = 0, list[pcgsvc.Continuation]()
+
+        def meanwhile() -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 3:  # the third token of `last` would be its end
+                slots.cancel(leaves)
+                slots.cancel(last)
+                assert slots.start(late)
+
+        while slots.running:
+            given += [token.continuation for token in slots.step(meanwhile)]
+    for one in (leaves, last):
+        assert (one.finished, len(one.new), given.count(one)) == ("cancelled", 2, 2)
+    assert [stays.new, late.new] == [wanted([[5, 17, 200]], 6)[0], wanted([[7]], 5)[0]]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_tokenizer_that_raises_ends_what_is_running(
+    runner: pcgsvc.Runner, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    monkeypatch.setattr(runner.request.bundle, "tokenizer", Words())
+    with Slots(runner) as slots:
+        monkeypatch.setattr(slots, "_is_async", is_async)
+        one, two = (slots.prepare([token], 4) for token in (5, 9))
+        for continuation in (one, two):
+            slots.start(continuation)
+        slots.step()
+        monkeypatch.setattr(one._stream, "push", lambda token: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            slots.step()
+        assert (one.finished, two.finished, slots.step()) == ("cancelled", "cancelled", [])
+        again = slots.prepare([9], 4)
+        list(slots.run([again]))
+        assert again.new == wanted([[9]], 4)[0]
+
+
 def test_an_iterator_that_is_dropped_gives_everything_back(runner: pcgsvc.Runner) -> None:
     steps = runner.stream([5, 6, 7], 10)
     assert [next(steps).token for _ in range(3)] == wanted([[5, 6, 7]], 10)[0][:3]
@@ -332,6 +382,8 @@ def test_stop_texts_and_end_tokens_end_the_text_before_them(
     given = list(runner.stream("5 17", 8, sampling=Sampling(stop=(stop,))))
     assert "".join(token.text for token in given) == cut
     assert given[-1].continuation.finished == "stop"
+    with pytest.raises(BatchError, match=r"got '\\ud800' at 2, which is half of a surrogate pair"):
+        runner.generate(["5 \ud800"], 8)
     ends = Sampling(end_ids=frozenset({full[3]}))
     at = full.index(full[3])
     assert runner.generate(["5 17"], 8, sampling=ends, return_ids=True) == [full[:at]]

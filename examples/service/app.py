@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -30,7 +31,7 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 import pcgsvc
@@ -72,16 +73,38 @@ class Settings:
 
     @staticmethod
     def from_words(given: Mapping[str, str]) -> Settings:
-        """Read fields from text; nothing to serve, or a value that is no number: ValueError."""
-        kinds = {"generate": str, "embed": str, "window_ms": float}
-        made = Settings(**{name: kinds.get(name, int)(text) for name, text in given.items()})
-        if made.generate is None and made.embed is None:
+        """Read fields from text; errors as of the class, or a value is no number: ValueError."""
+        kinds: dict[str, Callable[[str], Any]] = {"generate": str, "embed": str, "window_ms": float}
+        values: dict[str, Any] = {}
+        for name, text in given.items():
+            try:
+                values[name] = kinds.get(name, int)(text)
+            except ValueError:
+                raise ValueError(f"{name}: got {text!r}; a number is needed") from None
+        return Settings(**values)
+
+    def __post_init__(self) -> None:
+        """Refuse nothing to serve, or a number out of range: ValueError."""
+        if self.generate is None and self.embed is None:
             raise ValueError("generate, embed: neither is set; nothing would be served")
-        return made
+        for name, least, most in (
+            ("require_warm", 0, 1),
+            ("slots", 0, math.inf),
+            ("max_waiting", 1, math.inf),
+            ("window_ms", 0, 10_000),
+            ("max_new_tokens", 1, math.inf),
+            ("max_body", 1, math.inf),
+        ):
+            got = getattr(self, name)
+            if not least <= got <= most:  # NaN too
+                raise ValueError(f"{name}: got {got}; {least} to {most} are possible")
 
     def overrides(self, words: str) -> list[str]:
         """Return the overrides of a runner."""
         return [*shlex.split(words), *(["cache.require_warm=true"] if self.require_warm else [])]
+
+
+Result = TypeVar("Result")
 
 
 class Refusal(BaseModel):
@@ -93,15 +116,15 @@ class Refusal(BaseModel):
 class GenerateRequest(BaseModel):
     """A prompt, and how it is continued; what is left out is as the checkpoint says."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: Annotated[str, Field(min_length=1)] | list[StrictInt]
-    max_new_tokens: StrictInt = 64
+    prompt: Annotated[str, Field(min_length=1)] | list[int]
+    max_new_tokens: int = 64
     temperature: float | None = None
-    top_k: StrictInt | None = None
+    top_k: int | None = None
     top_p: float | None = None
     repetition_penalty: float | None = None
-    seed: StrictInt | None = None
+    seed: int | None = None
     stop: Annotated[list[str], Field(max_length=8)] | None = None
     stream: bool = True
 
@@ -115,7 +138,7 @@ class GenerateRequest(BaseModel):
 class EmbedRequest(BaseModel):
     """Texts, each to become one vector."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     texts: Annotated[list[str], Field(min_length=1, max_length=256)]
     truncate: bool = False
@@ -131,7 +154,8 @@ class Service:
             "service_requests", "Requests answered.", ["endpoint", "status"], registry=registry
         )
         self.cancelled = Counter("service_cancelled", "Clients gone early.", registry=registry)
-        self.tokens = Counter("service_tokens", "Tokens.", ["kind"], registry=registry)
+        words = "Of prompts that were taken; new ones, of answers that were given whole."
+        self.tokens = Counter("service_tokens", words, ["kind"], registry=registry)
         self.waiting = Gauge("service_waiting", "Queued.", ["endpoint"], registry=registry)
         self.busy = Gauge("service_running", "In slots.", ["endpoint"], registry=registry)
         seconds = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -162,6 +186,8 @@ class Service:
                 )
                 stack.push_async_callback(self.generate.close)
             if "embed" in runners:
+                runners["embed"].embed([""])  # a model that embeds no texts ends the start
+                runners["embed"].reset_stats()
                 self.embed = EmbedFront(
                     runners["embed"],
                     max_texts=64,
@@ -233,11 +259,14 @@ class Service:
             front.cancel(job)
             self.cancelled.inc()
 
-    async def answer_embed(self, body: EmbedRequest) -> Response:
+    async def answer_embed(self, body: EmbedRequest, request: Request) -> Response:
         """Return one vector per text."""
         if self.embed is None:
             return _refusal("SERVICE_EMBED is not set", 404)
-        return JSONResponse({"vectors": await self.embed.embed(body.texts, body.truncate)})
+        vectors = await _unless_gone(self.embed.embed(body.texts, body.truncate), request)
+        if vectors is None:
+            self.cancelled.inc()
+        return JSONResponse({"vectors": vectors})
 
     def readiness(self) -> Response:
         """200 while requests are taken and answered."""
@@ -264,21 +293,23 @@ class _Events(StreamingResponse):
             self._at_end()
 
 
-async def _unless_gone(work: Coroutine[Any, Any, None], request: Request) -> None:
-    """Await work, and cancel it if the client goes away first."""
+async def _unless_gone(work: Coroutine[Any, Any, Result], request: Request) -> Result | None:
+    """Return what work returns; None: the client went away first, and it is cancelled."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        tasks[0].cancel()  # nothing happens to work that is done
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()  # nothing happens to work that is done
         with contextlib.suppress(asyncio.CancelledError):
-            await tasks[0]
+            return await working
+        return None
     finally:
-        tasks[1].cancel()
+        working.cancel()
+        leaving.cancel()
 
 
 def _event(value: dict[str, Any]) -> bytes:
@@ -292,6 +323,16 @@ def _token_event(token: pcgsvc.NewToken) -> bytes:
 
 def _refusal(error: str, status: int, headers: Mapping[str, str] | None = None) -> Response:
     return JSONResponse(Refusal(error=error).model_dump(), status, headers)
+
+
+def _whats_wrong(error: RequestValidationError, content_type: str) -> str:
+    """Return what is wrong with a body; the first of what may be thousands of faults."""
+    found = error.errors()
+    if isinstance(error.body, bytes):  # it was not read as JSON
+        return f"Content-Type: got {content_type!r}; application/json is needed"
+    words = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found[:5]]
+    more = len(found) - len(words)
+    return "; ".join(words) + (f"; and {more} more" if more else "")
 
 
 def _summary(job: Job) -> dict[str, Any]:
@@ -308,7 +349,8 @@ class _Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        got, most, started = 0, self._service.settings.max_body, False
+        got, most = 0, self._service.settings.max_body
+        started = streams = False
         endpoint = scope["path"].strip("/")
         endpoint = endpoint if endpoint in ENDPOINTS else "other"
 
@@ -321,14 +363,24 @@ class _Edge:
             return message
 
         async def counted(message: Any) -> None:
-            nonlocal started
+            nonlocal started, streams
             if message["type"] == "http.response.start":
                 started = True
+                kind = dict(message["headers"]).get(b"content-type", b"")
+                streams = kind.startswith(b"text/event-stream")
                 self._service.requests.labels(endpoint, message["status"]).inc()
             await send(message)
 
         try:
             await self._app(scope, limited, counted)
+        except asyncio.CancelledError:  # of what its grace time left running, by the server
+            refusal = "the service shuts down, and this took too long"
+            if not started:
+                await _refusal(refusal, 503)(scope, limited, counted)
+            elif streams:
+                await send({"type": "http.response.body", "body": _event({"error": refusal})})
+            else:
+                raise
         except Exception:  # answered further out
             if not started:
                 self._service.requests.labels(endpoint, 500).inc()
@@ -374,12 +426,14 @@ def app_of(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def refuse_http(request: Request, error: HTTPException) -> Response:
+        why = error.__cause__
+        if error.status_code == 400 and why is not None:  # FastAPI's words have no reason
+            return _refusal(f"body: it cannot be read: {type(why).__name__}: {why}", 422)
         return _refusal(str(error.detail), error.status_code, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
-        found = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        return _refusal("; ".join(found), 422)
+        return _refusal(_whats_wrong(error, request.headers.get("content-type", "")), 422)
 
     @app.exception_handler(Exception)
     async def refuse_unforeseen(request: Request, error: Exception) -> Response:

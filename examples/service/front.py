@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -66,6 +66,11 @@ class _Front(Generic[Item]):
     def is_ready(self) -> bool:
         """Whether requests are taken and answered."""
         return self._thread.is_alive() and not self._closing and self.error is None
+
+    def _withdraw(self, item: Item) -> None:
+        """Take an item out of the queue, if it is still there."""
+        with self._wake, contextlib.suppress(ValueError):
+            self._waiting.remove(item)
 
     def _put(self, item: Item) -> None:
         with self._wake:
@@ -190,8 +195,7 @@ class GenerateFront(_Front[Job]):
     def cancel(self, job: Job) -> None:
         """Give a request up: it leaves the queue now, or its slot before the next step."""
         job.cancelled = True
-        with self._wake, contextlib.suppress(ValueError):
-            self._waiting.remove(job)
+        self._withdraw(job)
 
     @property
     def running(self) -> int:
@@ -226,16 +230,20 @@ class GenerateFront(_Front[Job]):
                 if not self._waiting:
                     return
                 job = self._waiting.popleft()
-            if not job.cancelled and not self._slots.start(job.continuation):
+            if job.cancelled:  # later, it has a slot, and the next step's beginning frees that
+                continue
+            self._jobs[job.continuation] = job  # before it starts: what raises there ends it, too
+            if not self._slots.start(job.continuation):
+                del self._jobs[job.continuation]
                 with self._wake:
                     self._waiting.appendleft(job)
                 return
-            if not job.cancelled:
-                self._jobs[job.continuation] = job
 
     def _fail(self, error: StepError) -> None:
         self._slots.close()
-        self._events += [(job, error) for job in self._jobs.values()]
+        for continuation, job in self._jobs.items():
+            self._slots.cancel(continuation)  # of one whose start raised
+            self._events.append((job, error))
         self._jobs.clear()
         self._hand_out()
 
@@ -257,7 +265,7 @@ class GenerateFront(_Front[Job]):
 # ---- embedding -----------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class _Texts:
     texts: Sequence[str]
     truncate: bool
@@ -283,16 +291,26 @@ class EmbedFront(_Front[_Texts]):
         """Return one vector per text; errors as of `GenerateFront.submit`."""
         item = _Texts(texts, truncate, self._loop.create_future())
         self._put(item)
-        return await item.answer
+        try:
+            return await item.answer
+        finally:
+            self._withdraw(item)  # of a client that is gone
+
+    def _take(self) -> Iterator[_Texts]:
+        """Take from the queue what one call may hold."""
+        count, waiting = 0, self._waiting
+        with self._wake:
+            truncate = waiting[0].truncate if waiting else False
+            while waiting and waiting[0].truncate == truncate:
+                count += len(waiting[0].texts)
+                if count > self._max_texts and count > len(waiting[0].texts):
+                    break
+                yield waiting.popleft()
 
     def _work(self) -> None:
-        self._taken = [self._waiting.popleft()]
-        count = len(self._taken[0].texts)
-        while self._waiting and self._waiting[0].truncate == self._taken[0].truncate:
-            count += len(self._waiting[0].texts)
-            if count > self._max_texts:
-                break
-            self._taken.append(self._waiting.popleft())
+        self._taken = list(self._take())
+        if not self._taken:
+            return
         try:
             self._embed(self._taken)
         except BatchError:  # one of them has a text too long: each for itself

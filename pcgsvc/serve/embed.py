@@ -19,7 +19,7 @@ from pcgsvc.errors import BatchError, ConfigError
 from pcgsvc.events import span
 from pcgsvc.forward.batch import Batch
 from pcgsvc.forward.bundle import EmbeddingSpec
-from pcgsvc.serve.steps import StepRunner, checked_ids, largest_step
+from pcgsvc.serve.steps import StepRunner, checked_ids, checked_text, largest_step
 
 
 def embed(
@@ -40,7 +40,8 @@ def embed(
 
     Raises:
         ConfigError: the model is no encoder, or texts were given and it has no tokenizer.
-        BatchError: no text, one that is too long, or a token that the model lacks.
+        BatchError: no text, one that is too long or no whole characters, or a token that the model
+            lacks.
     """
     spec, limit = _spec(runner), _limit(runner)
     if isinstance(texts, str):
@@ -69,7 +70,7 @@ def _tokens(spec: EmbeddingSpec, at: int, text: str | Sequence[int], most: int |
             raise ConfigError(
                 "embed: this encoder has no tokenizer. Use model=minilm, or pass token ids."
             )
-        return spec.encode(text, most)
+        return spec.encode(checked_text(text, f"embed: text {at} has"), most)
     if isinstance(text, bytes) or not isinstance(text, Sequence):
         raise BatchError(f"embed: got {text!r}; texts are needed, or lists of token ids.")
     return checked_ids(text, spec.vocab_size, f"embed: text {at} has")[:most]

@@ -67,12 +67,17 @@ def _penalise(scores_RV: torch.Tensor, indices: Sequence[int], rows: Sequence[Ch
 
 
 def _draw(scores_RV: torch.Tensor, rows: Sequence[Chooser]) -> torch.Tensor:
-    """Draw by the inverse of the distribution function: one uniform number per row decides."""
+    """Draw by the inverse of the distribution function: one uniform number per row decides.
+
+    A row without probabilities (a logit is infinite, or no number) gets the highest, which is what
+    greedy choice gives.
+    """
     ordered_RV, ids_RV = probabilities(scores_RV, [row.sampling for row in rows])
     up_to_RV = ordered_RV.double().cumsum(-1)
     uniform = [[row.random.random()] for row in rows]
     at_R1 = _beside(scores_RV, uniform, torch.float64) * up_to_RV[:, -1:]
-    index_R1 = (up_to_RV <= at_R1).sum(-1, keepdim=True).clamp(max=ids_RV.shape[-1] - 1)
+    is_below_RV = ~(up_to_RV > at_R1)  # a comparison with NaN is false
+    index_R1 = is_below_RV.sum(-1, keepdim=True).clamp(max=ids_RV.shape[-1] - 1)
     return ids_RV.gather(-1, index_R1)[:, 0]
 
 

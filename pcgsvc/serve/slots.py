@@ -19,7 +19,7 @@ from pcgsvc.events import span
 from pcgsvc.forward.sampling import Sampling
 from pcgsvc.serve.continuation import Continuation, NewToken
 from pcgsvc.serve.launches import Launched, Launcher
-from pcgsvc.serve.steps import StepRunner, checked_ids, largest_step
+from pcgsvc.serve.steps import StepRunner, checked_ids, checked_text, largest_step
 from pcgsvc.serve.text import TextStream
 
 
@@ -97,8 +97,8 @@ class Slots:
             live_text: give text with every token; else all of it with the last one.
 
         Raises:
-            BatchError: the prompt is empty, too long or has a token that the model lacks, or
-                `max_new_tokens` is no whole number of at least 1.
+            BatchError: the prompt is empty, too long, no whole characters or has a token that the
+                model lacks, or `max_new_tokens` is no whole number of at least 1.
             ConfigError: text was given or is asked for (`stop`), and there is no tokenizer.
         """
         sampling = self.sampling if sampling is None else sampling
@@ -111,7 +111,7 @@ class Slots:
                 "or pass token ids (return_ids=True) and no stop texts."
             )
         if isinstance(prompt, str) and tokenizer is not None:
-            prompt = tokenizer.encode(prompt)
+            prompt = tokenizer.encode(checked_text(prompt, "prompts: got"))
         ids = self._checked(prompt, max_new_tokens)
         ends, stream = sampling.end_ids, None
         if tokenizer is not None:
@@ -186,8 +186,8 @@ class Slots:
     def step(self, meanwhile: Callable[[], object] | None = None) -> list[NewToken]:
         """Run one step of all that is running; empty where nothing is, or only chunks ran.
 
-        A continuation that is over has let go of its slot. What raises leaves everything as it was:
-        the same step may be tried again.
+        A continuation that is over has let go of its slot. What the runner raises leaves everything
+        as it was: the same step may be tried again. What a tokenizer raises cancels all.
 
         On CUDA the step after it is launched, too, before its tokens are waited for; the next call
         waits for that one. So what is started between the two calls runs one step later, and one
@@ -196,7 +196,8 @@ class Slots:
         Args:
             meanwhile: called once in a step that runs something, under the runner's lock, when
                 other threads delay the device least: on CUDA after the launches, before tokens are
-                waited for; on the CPU, where a call ends with its work, before it.
+                waited for; on the CPU, where a call ends with its work, before it. It may start and
+                cancel; what it cancels is given nothing more.
 
         Raises:
             PcgError: as a call of the runner raises.
@@ -220,7 +221,11 @@ class Slots:
             ran = launched[0].ran
             tell(requests=len(ran), num_tokens=sum(ran.values()))
             ids = launched[0].tokens()
-        given = self._accept(launched.popleft(), ids)
+        try:
+            given = self._accept(launched.popleft(), ids)
+        except BaseException:  # who has taken a token, and whose text was lost, is not known
+            self.close()
+            raise
         for token in given:
             if token.continuation.finished is not None:
                 self._release(token.continuation)

@@ -51,6 +51,27 @@ def largest_step(runner: StepRunner) -> int:
     return max(runner.table.sizes, default=runner.memory.max_tokens)
 
 
+def checked_text(text: str, said: str) -> str:
+    """Return a text that a caller passed.
+
+    Args:
+        text: of whole characters; JSON and undecodable bytes may make halves, which no tokenizer
+            takes.
+        said: how the message begins.
+
+    Raises:
+        BatchError: naming the first half.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BatchError(
+            f"{said} {text[error.start]!r} at {error.start}, which is half of a surrogate pair and "
+            "no character; pass text that UTF-8 can hold."
+        ) from None
+    return text
+
+
 def checked_ids(given: Iterable[Any], vocab_size: float, said: str) -> list[int]:
     """Return a copy of token ids that a caller passed.
 
