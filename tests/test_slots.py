@@ -198,6 +198,22 @@ def test_meanwhile_is_called_once_a_step_where_the_device_has_work_next_or_alrea
 
 
 @pytest.mark.usefixtures("is_async")
+def test_a_step_whose_continuations_are_all_cancelled_meanwhile_gives_nothing(
+    runner: pcgsvc.Runner,
+) -> None:
+    with Slots(runner) as slots:
+        for prompt in ([5, 6, 7], [8]):
+            slots.start(slots.prepare(prompt, 3))
+        assert slots.step(slots.close) == []
+        assert slots.running == []
+        one = slots.prepare([5, 6, 7], 3)
+        slots.start(one)
+        while slots.running:
+            slots.step()
+    assert one.new == wanted([[5, 6, 7]], 3)[0]
+
+
+@pytest.mark.usefixtures("is_async")
 def test_meanwhile_that_raises_leaves_the_step_to_be_tried_again(runner: pcgsvc.Runner) -> None:
     with Slots(runner) as slots:
         one = slots.prepare([5, 6, 7], 3)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pcgsvc import torch_private
 from pcgsvc.errors import UncoveredError
 from pcgsvc.forward.batch import Batch, CacheGeometry
 from pcgsvc.serve.continuation import Continuation
@@ -86,6 +87,16 @@ class Launcher:
         self._max_step_tokens, self._device = max_step_tokens, runner.memory.device
         self._decode: dict[int, PreparedCall | None] = {}
         """By row count, the steps of one token each; None: no graph serves them."""
+
+    def is_on_foreign_stream(self) -> bool:
+        """Whether the current stream is not torch's.
+
+        Others' calls then wait for the last call on it, not for what was queued behind that one: a
+        token must be there before another thread may call the runner.
+        """
+        if self._device.type != "cuda":
+            return False
+        return torch_private.is_external_stream(torch.cuda.current_stream(self._device))
 
     def launch(self, running: Sequence[Continuation], before: Launched) -> Launched | None:
         """Launch the next step of what is running; None: the one before must come in first.

@@ -94,7 +94,7 @@ def probabilities(
 
     width = scores_RV.shape[-1]
     scores_RV = scores_RV / column([s.temperature for s in samplings], scores_RV.dtype)
-    ordered_RV, ids_RV = scores_RV.sort(-1)
+    ordered_RV, ids_RV = scores_RV.sort(dim=-1, stable=True)
     kept = [width - min(s.top_k or width, width) for s in samplings]
     least_R1 = ordered_RV.gather(-1, column(kept, torch.int64))
     ordered_RV = ordered_RV.masked_fill(ordered_RV < least_R1, -torch.inf)

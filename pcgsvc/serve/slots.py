@@ -210,7 +210,8 @@ class Slots:
             with self._runner.lock:
                 if meanwhile is not None and not self._is_async:
                     meanwhile()
-                while len(launched) < (2 if self._is_async else 1):
+                runs_ahead = self._is_async and not self._launcher.is_on_foreign_stream()
+                while len(launched) < (2 if runs_ahead else 1):
                     before = launched[-1] if launched else Launched()
                     new = self._launcher.launch(self.running, before)
                     if new is None:
@@ -218,8 +219,12 @@ class Slots:
                     launched.append(new)
                 if meanwhile is not None and self._is_async:
                     meanwhile()
-            ran = launched[0].ran
-            tell(requests=len(ran), num_tokens=sum(ran.values()))
+                if not launched:  # all were cancelled meanwhile
+                    return []
+                ran = launched[0].ran
+                tell(requests=len(ran), num_tokens=sum(ran.values()))
+                if not runs_ahead:
+                    launched[0].tokens()
             ids = launched[0].tokens()
         try:
             given = self._accept(launched.popleft(), ids)

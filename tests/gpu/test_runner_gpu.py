@@ -277,12 +277,17 @@ def test_meanwhile_is_called_between_a_step_s_launch_and_its_tokens() -> None:
     assert order == ["launched", "launched", "meanwhile", "launched", "meanwhile", "meanwhile"]
 
 
-@pytest.mark.parametrize("attention", ["triton", "paged", "varlen"])
+@pytest.mark.parametrize(
+    ("attention", "is_foreign"),
+    [("triton", False), ("triton", True), ("paged", False), ("varlen", False)],
+)
 def test_steps_that_were_launched_early_equal_continuations_made_alone(
-    attention: str,
+    attention: str, is_foreign: bool
 ) -> None:
     """Starts, cancels, and calls of another stream over the buffers of a step on its way."""
     draw, other = random.Random(5), torch.cuda.Stream()
+    mine = torch.cuda.Stream()
+    stream = torch.cuda.ExternalStream(mine.cuda_stream) if is_foreign else mine
     words = ["model=llama", "compiler=eager", f"attention={attention}", SIZES, "dtype=float32"]
     with pcgsvc.load_runner([*words, "attention.max_num_reqs=8"]) as runner:
         prompts = [[draw.randrange(512) for _ in range(draw.randint(1, 40))] for _ in range(24)]
@@ -305,7 +310,8 @@ def test_steps_that_were_launched_early_equal_continuations_made_alone(
                     with torch.cuda.stream(other):
                         rows = torch.arange(draw.randint(1, 30), device=DEVICE)
                         runner(rows * 0, rows)
-                slots.step()
+                with torch.cuda.stream(stream):
+                    slots.step()
     assert sum(one.finished == "length" for one in made) > 12
     assert [one.new for one in made] == [
         ids[: len(one.new)] for one, ids in zip(made, alone, strict=True)
