@@ -210,7 +210,7 @@ def peers() -> str:
 def starts() -> str:
     """Cold and warm starts of a 32-layer Llama."""
     places = {
-        "H200, inductor": _raw("calls-h200")["warm_start"],
+        "H200, inductor": _raw("warm-start-h200")["warm_start"],
         "2-core CPU, eager": _raw("cpu")["warm_start_eager"],
     }
     labels = {
@@ -218,6 +218,7 @@ def starts() -> str:
         "warm": "warm",
         "warm_again": "warm, again",
         "warm_without_compilers_on_path": "warm, no compiler on the PATH",
+        "cold_inductor": "cold, partitioned by Inductor",
     }
     rows = [
         [
@@ -234,7 +235,7 @@ def starts() -> str:
 
 def warm() -> str:
     """The start of a new process in a sentence."""
-    start = _raw("calls-h200")["warm_start"]
+    start = _raw("warm-start-h200")["warm_start"]
     cold, again = (start[kind]["ready_to_capture_s"] for kind in ("cold", "warm"))
     return (
         "In a new process a 32-layer Llama under Inductor is ready to capture "
