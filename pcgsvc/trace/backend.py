@@ -54,7 +54,8 @@ class DynamoCapture:
         self.refusal = _refusal(outputs)
         if self.refusal is not None:  # raised here, before Dynamo's bytecode carries it out
             raise RuntimeError(self.refusal)
-        if any(torch_private.is_dtensor(v) or torch_private.is_mesh(v) for v in inputs):
+        made = [node.meta.get("example_value") for node in graph.graph.nodes]
+        if any(torch_private.is_dtensor(v) or torch_private.is_mesh(v) for v in (*inputs, *made)):
             self.graph, self.graph_inputs = torch_private.lowered_dtensors(graph, inputs)
             own = self.graph.graph.find_nodes(op="get_attr")
             if own:
