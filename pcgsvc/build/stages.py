@@ -20,6 +20,7 @@ from pcgsvc.errors import CaptureError
 from pcgsvc.events import Phases
 from pcgsvc.forward.request import Request, check_forward
 from pcgsvc.forward.results import refuse_subclasses
+from pcgsvc.forward.specs import BY_COMPILER
 from pcgsvc.ops.breaks import HOST_READS, host_reads_refused
 from pcgsvc.ops.collectives import is_among_many, unnamed_boundaries
 from pcgsvc.partition.fx import check_aliases, partition_fx
@@ -177,7 +178,7 @@ def assemble(
         ranks=env.ranks,
     )
     for condition in dict.fromkeys(c for piece in pieces.values() for c in piece.assumes):
-        model = model.requiring(condition, "the compiler")
+        model = model.requiring(condition, BY_COMPILER)
     return model
 
 

@@ -7,6 +7,7 @@ load only what is trusted). Knows nothing of capture or the disk.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -159,10 +160,15 @@ def compile_piece(
     return compiled
 
 
+_DIFFERS = re.compile(r"[^<>=!&|]+ != [^<>=!&|]+")
+
+
 def _assumed(piece: Piece, shape_env: Any, symbol: Any) -> list[str]:
     """Return what compiled code assumes of the row count, which nothing compares when it is called.
 
-    torch notes it as guards of the trace, each once: what earlier pieces assume is among them.
+    torch notes it as guards of the trace, each once: what earlier pieces assume is among them. Not
+    that the row count differs from a number: code that takes two sizes for different is right where
+    they are equal, and is found where they are asked for to be faster.
 
     Raises:
         CompileError: that it is the one of the trace.
@@ -175,7 +181,8 @@ def _assumed(piece: Piece, shape_env: Any, symbol: Any) -> list[str]:
             "that: write to x[:, 0] instead. compiler=eager runs it as it is."
         )
     traced = (piece.document or {}).get("assumes", ())
-    return [c for c in torch_private.size_conditions(shape_env, symbol) if c not in traced]
+    found = torch_private.size_conditions(shape_env, symbol)
+    return [c for c in found if c not in traced and not _DIFFERS.fullmatch(c)]
 
 
 def _add_output(module: torch.fx.GraphModule) -> None:

@@ -27,7 +27,7 @@ def specialized(
         predicate: a size that breaks it is served by no artifact at all.
         sizes: as configured.
     """
-    valid = [size for size in sizes if predicate.broken_by(size) is None]
+    valid = [size for size in sizes if predicate.of_forward.broken_by(size) is None]
     return [(size, h) for size in valid for h, d in documents.items() if _depends(d)]
 
 

@@ -5,6 +5,7 @@ In: nothing. Out: types that all later rooms read.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,6 +134,10 @@ def value_at(source: int | str | CodeType, size: int) -> int:
     return int(eval(source, {"s": size, "max": max, "min": min, "abs": abs, "__builtins__": {}}))
 
 
+BY_COMPILER = "the compiler"
+"""Where a condition is from that generated code has, and the forward has not."""
+
+
 @dataclass(frozen=True)
 class SizePredicate:
     """What the graph assumes of the row count `s`; replaces Dynamo's shape guards."""
@@ -141,6 +146,17 @@ class SizePredicate:
     """Python source over `s`; the graph is right for sizes that satisfy all."""
     origins: tuple[str, ...] = ()
     """The user's line behind each condition, or an empty string."""
+
+    @cached_property
+    def of_forward(self) -> SizePredicate:
+        """Without the compiler's conditions: for sizes at which results are compared.
+
+        A compiler chooses by the row count of the trace, and may note as a condition what makes
+        code faster, not right: its own say nothing where the results have been seen.
+        """
+        pairs = itertools.zip_longest(self.conditions, self.origins, fillvalue="")
+        kept = [pair for pair in pairs if pair[1] != BY_COMPILER]
+        return SizePredicate(tuple(c for c, _ in kept), tuple(o for _, o in kept))
 
     @cached_property
     def _codes(self) -> list[CodeType]:

@@ -87,11 +87,12 @@ class DispatchTable:
             size = key[1].num_tokens
             fewest = fewest_rows(size, self._max_padding)
             rows = range(len(found), size + 1)
-            found += [key if n >= fewest and self.is_valid(n) else None for n in rows]
+            valid = (n >= fewest and self._predicate.of_forward.broken_by(n) is None for n in rows)
+            found += [key if is_valid else None for is_valid in valid]
         return found
 
     def is_valid(self, num_tokens: int) -> bool:
-        """Whether the program may run a row count; the module itself must serve all others."""
+        """Whether the program may run a row count without a graph; else the module itself must."""
         return not self._predicate.conditions or self._predicate.broken_by(num_tokens) is None
 
     def is_uniform(self, query_lens: Sequence[int]) -> bool:
