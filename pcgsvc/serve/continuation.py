@@ -25,6 +25,8 @@ class Continuation:
         stream: TextStream | None,
     ) -> None:
         self.prompt, self.max_new_tokens, self.sampling = prompt, max_new_tokens, sampling
+        self.max_length = len(prompt) + max_new_tokens
+        """Tokens of prompt and continuation, at most."""
         self.tokens = list(prompt)
         """Prompt and continuation, without an end token."""
         self.finished: str | None = None
@@ -61,7 +63,7 @@ class Continuation:
             text = "" if stream is None else stream.push(token)
             if stream is not None and stream.stopped:
                 self.finished = "stop"
-            elif len(self.tokens) == len(self.prompt) + self.max_new_tokens:
+            elif len(self.tokens) == self.max_length:
                 self.finished = "length"
         if stream is not None and self.finished is not None:
             text += stream.finish()

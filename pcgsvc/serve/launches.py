@@ -20,10 +20,11 @@ import torch
 
 from pcgsvc import torch_private
 from pcgsvc.errors import UncoveredError
-from pcgsvc.forward.batch import Batch, CacheGeometry
+from pcgsvc.forward.batch import Batch
+from pcgsvc.serve.blocks import BlockAllocator
 from pcgsvc.serve.continuation import Continuation
 from pcgsvc.serve.prepared import PreparedCall
-from pcgsvc.serve.sampling import choose
+from pcgsvc.serve.sampling import choose, queued
 from pcgsvc.serve.steps import StepRunner
 
 
@@ -58,10 +59,14 @@ class Launched:
         if self._copied is not None and self.tokens_R is not None:
             torch.cuda.current_stream(self.tokens_R.device).wait_event(self._copied)
 
-    def tokens(self) -> list[int]:
-        """Wait for the tokens."""
+    def wait(self) -> None:
+        """Wait until the tokens are on the host."""
         if self._copied is not None:
             self._copied.synchronize()
+
+    def tokens(self) -> list[int]:
+        """Return the tokens, which are waited for."""
+        self.wait()
         found: list[int] = [] if self._host is None else self._host.tolist()
         return found
 
@@ -71,7 +76,7 @@ class Launcher:
 
     Args:
         runner: of a language model.
-        cache: its KV cache.
+        blocks: of its KV cache.
         tables: by slot, the KV blocks of the continuation that holds it.
         max_step_tokens: most rows of a step.
     """
@@ -79,11 +84,11 @@ class Launcher:
     def __init__(
         self,
         runner: StepRunner,
-        cache: CacheGeometry,
+        blocks: BlockAllocator,
         tables: npt.NDArray[np.int64],
         max_step_tokens: int,
     ) -> None:
-        self._runner, self._cache, self._tables = runner, cache, tables
+        self._runner, self._blocks, self._tables = runner, blocks, tables
         self._max_step_tokens, self._device = max_step_tokens, runner.memory.device
         self._decode: dict[int, PreparedCall | None] = {}
         """By row count, the steps of one token each; None: no graph serves them."""
@@ -113,7 +118,7 @@ class Launcher:
         ends = counts.cumsum()
         starts = [c.done + before.ran.get(c, 0) for c in ran]
         lens = counts + starts
-        width = -(-int(lens.max()) // self._cache.block_size)
+        width = self._blocks.blocks_for(int(lens.max()))
         tables = self._tables[[c.slot for c in ran], :width]
         batch = Batch(query_lens=counts.tolist(), seq_lens=lens.tolist(), block_tables=tables)
         positions_T = np.arange(ends[-1]) + np.repeat(lens - ends, counts)
@@ -122,7 +127,7 @@ class Launcher:
             return Launched(ran)
         if len(given) < len(logits_TV):
             last = dict(zip(ran, (ends - 1).tolist(), strict=True))
-            logits_TV = logits_TV[self._put([last[c] for c in given])]
+            logits_TV = logits_TV[queued([last[c] for c in given], self._device)]
         return Launched(ran, given, choose(logits_TV, given))
 
     def _next_rows(
@@ -135,7 +140,7 @@ class Launcher:
         lefts = [
             (c, len(c.tokens) + (c in before.places) - c.done - before.ran.get(c, 0))
             for c in running
-            if c not in before.places or len(c.new) + 1 < c.max_new_tokens
+            if c not in before.places or len(c.tokens) + 1 < c.max_length
         ]
         ran: dict[Continuation, int] = {}
         given, room = list[Continuation](), self._max_step_tokens
@@ -161,15 +166,12 @@ class Launcher:
             else:
                 ids += continuation.tokens[start : start + count]
         if before.tokens_R is None or not to:
-            return self._put(ids)
+            return queued(ids, self._device)
         before.join()
         if to == of == list(range(len(before.tokens_R))) and len(ids) == len(to):
             return before.tokens_R
-        return self._put(ids).index_copy_(0, self._put(to), before.tokens_R[self._put(of)])
-
-    def _put(self, values: Sequence[int]) -> torch.Tensor:
-        """Return whole numbers on the device, which is not waited for."""
-        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+        ids_T, to_R, of_R = (queued(numbers, self._device) for numbers in (ids, to, of))
+        return ids_T.index_copy_(0, to_R, before.tokens_R[of_R])
 
     def _run(self, batch: Batch, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Run a step; one of a token each, which comes again and again, by a prepared call."""

@@ -44,14 +44,14 @@ def choose(logits_RV: torch.Tensor, rows: Sequence[Chooser]) -> torch.Tensor:
         _penalise(scores_RV, penalised, [rows[at] for at in penalised])
     tokens = scores_RV.argmax(-1)
     if drawn:
-        chosen = _beside(scores_RV, drawn, torch.int64)
+        chosen = queued(drawn, scores_RV.device)
         tokens[chosen] = _draw(scores_RV[chosen], [rows[at] for at in drawn])
     return tokens
 
 
-def _beside(scores_RV: torch.Tensor, values: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return values on the device of the scores, which are not waited for."""
-    return torch.tensor(values, dtype=dtype).to(scores_RV.device, non_blocking=True)
+def queued(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return numbers as a tensor on a device, which is not waited for."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _penalise(scores_RV: torch.Tensor, indices: Sequence[int], rows: Sequence[Chooser]) -> None:
@@ -61,8 +61,8 @@ def _penalise(scores_RV: torch.Tensor, indices: Sequence[int], rows: Sequence[Ch
     id_P = list(itertools.chain.from_iterable(each))
     at_P = np.repeat(np.asarray(indices), counts)
     penalty_P = np.repeat([row.sampling.repetition_penalty for row in rows], counts)
-    where = tuple(_beside(scores_RV, index, torch.int64) for index in (at_P, id_P))
-    old_P, by_P = scores_RV[where], _beside(scores_RV, penalty_P, scores_RV.dtype)
+    where = tuple(queued(index, scores_RV.device) for index in (at_P, id_P))
+    old_P, by_P = scores_RV[where], queued(penalty_P, scores_RV.device, scores_RV.dtype)
     scores_RV[where] = torch.where(old_P < 0, old_P * by_P, old_P / by_P)
 
 
@@ -75,7 +75,7 @@ def _draw(scores_RV: torch.Tensor, rows: Sequence[Chooser]) -> torch.Tensor:
     ordered_RV, ids_RV = probabilities(scores_RV, [row.sampling for row in rows])
     up_to_RV = ordered_RV.double().cumsum(-1)
     uniform = [[row.random.random()] for row in rows]
-    at_R1 = _beside(scores_RV, uniform, torch.float64) * up_to_RV[:, -1:]
+    at_R1 = queued(uniform, scores_RV.device, torch.float64) * up_to_RV[:, -1:]
     is_below_RV = ~(up_to_RV > at_R1)  # a comparison with NaN is false
     index_R1 = is_below_RV.sum(-1, keepdim=True).clamp(max=ids_RV.shape[-1] - 1)
     return ids_RV.gather(-1, index_R1)[:, 0]
@@ -90,7 +90,7 @@ def probabilities(
     """
 
     def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return _beside(scores_RV, values, dtype)[:, None]
+        return queued(values, scores_RV.device, dtype)[:, None]
 
     width = scores_RV.shape[-1]
     scores_RV = scores_RV / column([s.temperature for s in samplings], scores_RV.dtype)

@@ -74,7 +74,7 @@ class Slots:
         """Those that hold a slot, in the order in which they were started; not to be changed."""
         self._free = list(range(self.max_requests - 1, -1, -1))
         self._tables = np.zeros((self.max_requests, geometry.blocks_per_request), np.int64)
-        self._launcher = Launcher(runner, geometry, self._tables, self.max_step_tokens)
+        self._launcher = Launcher(runner, runner.blocks, self._tables, self.max_step_tokens)
         self._launched: deque[Launched] = deque()
         """Steps whose tokens nobody has been given yet."""
 
@@ -153,12 +153,11 @@ class Slots:
         """
         if continuation.finished is not None or continuation.slot >= 0:
             raise PcgError("start: the continuation is running, or over; prepare another one.")
-        length = len(continuation.prompt) + continuation.max_new_tokens
         with self._runner.lock:
             self._runner.ensure_open()
             if not self._free:
                 return False
-            blocks = self._blocks.allocate(self._blocks.blocks_for(length))
+            blocks = self._blocks.allocate(self._blocks.blocks_for(continuation.max_length))
         if blocks is None:
             return False
         continuation.blocks, continuation.slot = blocks, self._free.pop()
@@ -224,7 +223,7 @@ class Slots:
                 ran = launched[0].ran
                 tell(requests=len(ran), num_tokens=sum(ran.values()))
                 if not runs_ahead:
-                    launched[0].tokens()
+                    launched[0].wait()
             ids = launched[0].tokens()
         try:
             given = self._accept(launched.popleft(), ids)
