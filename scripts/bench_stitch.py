@@ -218,12 +218,49 @@ def decoder(out: dict[str, Any], cache: str) -> None:
             out[name] = cases(runner, Mode.PIECEWISE, entry.calls)
             out[name]["whole_call_grids"] = whole_call(runner)
             if entry.joined is not None and entry.joined.stitched:
+                if name == "stitched":
+                    with torch.no_grad(), runner.memory.on_stream():
+                        out["parts"] = parts(runner, entry.joined)
                 out[name]["cost"] = cost_of(runner, entry.joined)
         out["yardstick_us"].append(chain_us())
     full = out["full"]["same"]["step_us"]
     out["to_full"] = {
         name: {case: round(out[name][case]["step_us"] / full, 3) for case in LENGTHS}
         for name in ("pieces", "stitched", "stitched_without_plan")
+    }
+
+
+def parts(runner: Runner, joined: Joined) -> dict[str, float]:
+    """Return median host µs of what a stitched step whose integers change does, part by part."""
+    (one,) = joined.stitched
+    turn = itertools.cycle(contexts(runner, Mode.PIECEWISE, LENGTHS["integers"]))
+    nodes = [node for source in one.sources for m in source.members.values() for node in m.nodes]
+
+    def plan_launches() -> None:
+        set_context(context := next(turn))
+        for source in one.sources:
+            source.ask(context)
+
+    def plan_and_set() -> None:
+        set_context(context := next(turn))
+        for source in one.sources:
+            source.patch(source.ask(context))
+
+    def set_nothing_new() -> None:
+        for node in nodes:
+            node.change(None, [])
+
+    composed: Any = one._composed
+    stream = torch.cuda.current_stream().cuda_stream
+    timed: dict[str, Callable[[], object]] = {
+        "plan": plan_launches,
+        "plan_and_set": plan_and_set,
+        "set_nothing_new": set_nothing_new,
+        "upload": lambda: composed._made.upload(stream),
+        "launch": lambda: composed.replay(patched=False),
+    }
+    return {"nodes": len(nodes)} | {
+        name: measure([run], [None])["host_us"] for name, run in timed.items()
     }
 
 
