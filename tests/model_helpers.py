@@ -39,6 +39,7 @@ def make_context(
     *,
     past: list[int] | None = None,
     padding: int = 0,
+    device: torch.device | None = None,
 ) -> ForwardContext:
     """Return the context of one step; request r owns every len(query_lens)-th block from 1 + r."""
     requests = len(query_lens)
@@ -56,7 +57,7 @@ def make_context(
             kv_lens.append(position + 1)
 
     def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32)
+        return torch.tensor(values, dtype=torch.int32, device=device)
 
     starts = [sum(query_lens[:r]) for r in range(requests + 1)]
     return ForwardContext(

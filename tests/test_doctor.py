@@ -85,6 +85,11 @@ class Item(Base):
         return h + len(h[0].tolist())
 
 
+class Numbers(Base):
+    def forward(self, x):
+        return self.linear(x) + torch.tensor([2.0], device=x.device)  # here
+
+
 class Busy(Base):
     def forward(self, x):
         print("a forward")  # the line
@@ -175,6 +180,20 @@ def test_host_reads_are_named_with_their_op_and_line(doctor: Callable[..., Done]
     ((state, found),) = rows(done, "split (fx)")
     assert state == "fail"
     assert f"doctored_models.py:{line}" in found
+
+
+@pytest.mark.slow
+def test_numbers_of_the_source_are_no_hazard_where_a_trace_lifts_them(
+    doctor: Callable[..., Done],
+) -> None:
+    done = doctor("Numbers", "device=cpu")
+    assert (done.code, rows(done, "host data")) == (0, [])
+    done = doctor("Numbers", "device=cpu", "partition.strategy=breakable")
+    assert done.code == 1
+    ((state, found),) = rows(done, "host data")
+    assert state == "fail"
+    line = LINES["        return self.linear(x) + torch.tensor([2.0], device=x.device)  # here"]
+    assert f"doctored_models.py:{line} in forward" in found
 
 
 @pytest.mark.slow

@@ -131,9 +131,9 @@ def damage(tree: Any, rng: random.Random) -> None:
 def test_a_tensor_that_the_module_lacks_is_named() -> None:
     made = image()
     with pytest.raises(CompileError, match=r"blocks\.0\.norm\.weight"):
-        made.bind({})
+        made.bind({}, torch.device("cpu"))
     tensors = dict(toy(2).named_parameters())
-    assert set(made.bind(tensors)) <= set(tensors)
+    assert set(made.bind(tensors, torch.device("cpu"))) <= set(tensors)
 
 
 def test_custom_ops_of_a_document_are_found_by_their_names() -> None:

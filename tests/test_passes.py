@@ -233,8 +233,12 @@ def test_capture_takes_the_one_op_for_the_boundary_that_was_traced() -> None:
 
     check("pcgsvc::attention", "toy::attend")
     check("pcgsvc::attention_quant", "toy::attend")
-    with pytest.raises(CaptureError, match="the splitting ops hit"):
+    with pytest.raises(CaptureError, match=r"changed the order of calls .*strategy=fx keeps it"):
         check("toy::attend", "pcgsvc::attention_quant")
+    with pytest.raises(CaptureError, match=r"Nothing reads what \['toy::attend'\] return or write"):
+        check("pcgsvc::attention")
+    with pytest.raises(CaptureError, match=r"those traced were .*\]\.$"):
+        check("pcgsvc::attention", "toy::other")
 
 
 # ---- the pass ------------------------------------------------------------------------------------

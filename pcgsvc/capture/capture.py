@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -354,7 +355,8 @@ def _way_out(text: str) -> str:
     if "Cannot copy between CPU and CUDA" in text:
         return (
             " What is copied lives on the host: keep it on the device, as a buffer of the model. "
-            "A number that is assigned to one element is copied as well: x[0].fill_(2) is not."
+            "A list as index (x[:, [0, 2]]) and a number that is assigned to one element "
+            "(x[0] = 2; x[0].fill_(2) is not) are copied as well."
         )
     if "unjoined" not in text:
         return ""
@@ -378,11 +380,25 @@ def _where(error: BaseException, program: Program) -> str:
 
 def _check_boundaries(program: Program, entry: Entry, key: EntryKey) -> None:
     traced = program.boundaries
-    if traced is not None and tuple(map(traced_name, entry.boundaries)) != traced:
-        raise CaptureError(
-            f"capturing {_words(key)}: the splitting ops hit were {list(entry.boundaries)}, those "
-            f"traced were {list(traced)}."
+    hit = tuple(map(traced_name, entry.boundaries))
+    if traced is None or hit == traced:
+        return
+    unused = sorted((Counter(traced) - Counter(hit)).elements())
+    why = ""
+    if unused and len(hit) < len(traced):
+        why = (
+            f" Nothing reads what {unused} return or write, so the compiler left them out. Take "
+            "those calls out of the forward, return their results, or use partition.strategy=fx."
         )
+    elif not unused and len(hit) == len(traced):
+        why = (
+            " The compiler changed the order of calls that do not depend on each other; "
+            "partition.strategy=fx keeps it."
+        )
+    raise CaptureError(
+        f"capturing {_words(key)}: the splitting ops hit were {list(entry.boundaries)}, those "
+        f"traced were {list(traced)}.{why}"
+    )
 
 
 @contextlib.contextmanager

@@ -39,20 +39,24 @@ _SYNCS = {
     "aten::resize_": "a tensor's size changes",
     "aten::set_": "a tensor's storage is replaced",
 }
-HOST_FUNCTIONS = {
-    torch.Tensor.tolist: "the host waits for device values (.tolist())",
-    torch.Tensor.numpy: "the host waits for device values (.numpy())",
+HOST_DATA = {
     torch.tensor: "fresh host data is copied to the device (torch.tensor)",
     torch.as_tensor: "fresh host data is copied to the device (torch.as_tensor)",
     torch.asarray: "fresh host data is copied to the device (torch.asarray)",
     torch.Tensor.new_tensor: "fresh host data is copied to the device (new_tensor)",
+    torch.from_numpy: "fresh host data is copied to the device (torch.from_numpy)",
+}
+"""Functions that make tensors of host data; a trace lifts those of numbers out of the segments."""
+HOST_FUNCTIONS = {
+    **HOST_DATA,
+    torch.Tensor.tolist: "the host waits for device values (.tolist())",
+    torch.Tensor.numpy: "the host waits for device values (.numpy())",
     torch.Tensor.__array__: "the host waits for device values (numpy.asarray)",
     torch.Tensor.__repr__: "the host waits for device values (a tensor as text: print, str)",
     **dict.fromkeys(
         (torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_),
         "the host computes, by a Python function of each element",
     ),
-    torch.from_numpy: "fresh host data is copied to the device (torch.from_numpy)",
 }
 """Functions that a segment must not call, each with the reason; no dispatch mode sees them."""
 

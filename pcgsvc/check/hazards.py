@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pcgsvc import torch_private
-from pcgsvc.capture.recorded import HOST_FUNCTIONS, why_forbidden
+from pcgsvc.capture.recorded import HOST_DATA, HOST_FUNCTIONS, why_forbidden
 from pcgsvc.check.trial import generators
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.process import build_modes
@@ -47,7 +47,7 @@ class Hazard(NamedTuple):
     """Something that a plain run does and a replay would not."""
 
     kind: str
-    """`host read`, `random numbers`, `row index`, `attribute write` or `print`."""
+    """`host read`, `host data`, `random numbers`, `row index`, `attribute write` or `print`."""
     what: str
     """Op, attribute or text, and why it is a hazard."""
     line: str
@@ -233,7 +233,8 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if (why := HOST_FUNCTIONS.get(func)) is not None:
-            self._ops.note("host read", f"{func.__name__}: {why}")
+            kind = "host data" if func in HOST_DATA else "host read"
+            self._ops.note(kind, f"{func.__name__}: {why}")
         return func(*args, **(kwargs or {}))
 
 

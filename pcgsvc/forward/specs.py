@@ -120,9 +120,11 @@ class Binding:
     """What a graph input is bound to at run time."""
 
     kind: str
-    """`size` (the row count), `input` (an argument), `param` (parameter or buffer), `constant`."""
+    """`size` (the row count), `input` (an argument), `param` (parameter or buffer), `constant`,
+    `literal` (numbers of the source)."""
     name: str
-    """Argument name, fully qualified tensor name, or Dynamo's source of a captured tensor."""
+    """Argument name, fully qualified tensor name, Dynamo's source of a captured tensor, or the
+    numbers (`pcgsvc.trace.literals`)."""
     spec: TensorSpec | None
     """None for the size."""
 

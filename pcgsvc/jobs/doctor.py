@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ import torch
 from pcgsvc import torch_private
 from pcgsvc.cache.remote import RemoteError, open_remote
 from pcgsvc.cache.root import DataFolder, find_root, open_data_folder
+from pcgsvc.capture.recorded import HOST_DATA
 from pcgsvc.check.hazards import Observation, observe
 from pcgsvc.config import (
     CacheAction,
@@ -252,27 +253,33 @@ def _model(config: Config, device: torch.device, progress: Progress) -> Iterator
             yield Finding("model", FAIL, found, "mend the model, or model.inputs")
             return
         yield Finding("model", OK, f"{name}: ran once on {device}, without graphs")
-    traced = _traced(config, progress)
+    traced, ops = _traced(config, progress)
     yield traced
     yield from _ops(seen, config)
+    lifted = ops is not None and not any(f"aten::{made.__name__}" in ops for made in HOST_DATA)
     for kind, what, line, way_out in seen.hazards:
+        if kind == "host data" and lifted:
+            continue
         state = FAIL if _is_fatal(kind, config, refused=traced.state == FAIL) else WARN
         advice = way_out or _ADVICE[kind]
         yield Finding(kind, state, f"{what}, at {line}" if line else what, advice)
 
 
-def _traced(config: Config, progress: Progress) -> Finding:
-    """Plan the job, which says whether the model can be traced and split."""
+def _traced(config: Config, progress: Progress) -> tuple[Finding, Mapping[str, int] | None]:
+    """Plan the job, which says whether the model can be traced and split, and its ops if it was."""
     item = f"split ({config.partition.strategy.value})"
     try:
         done = plan(config, progress)
     except Exception as error:  # noqa: BLE001 - an untraced forward is run
         found, _, advice = str(error).partition("Ways out: ")
-        return Finding(item, FAIL, " ".join(found.splitlines()[:2]) or words_of(error), advice)
+        found = " ".join(found.splitlines()[:2]) or words_of(error)
+        return Finding(item, FAIL, found, advice), None
+    traced = config.partition.strategy is not Strategy.BREAKABLE
     mode = done.capture.resolution.resolved.value
     found = f"{words.count(len(done.image.pieces), 'piece')}, mode {mode}"
     notes = [*done.warnings, *done.skipped.values()]
-    return Finding(item, WARN if notes else OK, "; ".join([found, *notes]))
+    finding = Finding(item, WARN if notes else OK, "; ".join([found, *notes]))
+    return finding, done.image.ops if traced else None
 
 
 def _ops(seen: Observation, config: Config) -> Iterator[Finding]:
@@ -295,6 +302,7 @@ def _ops(seen: Observation, config: Config) -> Iterator[Finding]:
 _RUN = "run job=doctor where the device is"
 _DECLARE = "declare it (mutates_args, or Tensor(a!)), or use a copy"
 _ADVICE = {
+    "host data": "keep it on the device, as a buffer of the model",
     "host read": "compute it with tensors, or in a splitting op, which runs outside the graphs",
     "random numbers": "switch that off (module.eval(), p=0), or pass the numbers as an input",
     "row index": "if it can be negative, use k % pcgsvc.true_rows(x).sum() in its place",

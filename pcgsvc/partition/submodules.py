@@ -179,7 +179,7 @@ def _forward(
             made[key] = compile_piece(piece)
     program = Program(program_of(traced, plan), made)
     signature = inspect.signature(sub.forward)
-    tensors = {n: t for n, t in tensors_of(sub).items() if n in traced.tensors}
+    tensors = traced.tensors | {n: t for n, t in tensors_of(sub).items() if n in traced.tensors}
     outputs = OutputPlan(
         leaves=traced.outputs,
         constants=traced.constants,

@@ -35,6 +35,7 @@ from pcgsvc.program.guards import StoredGuard
 from pcgsvc.program.pieces import Kind, Partition
 from pcgsvc.program.program import ProgramSpec, program_of
 from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.literals import LITERAL, literal
 from pcgsvc.trace.nodes import iter_calls
 from pcgsvc.trace.rows import Document, digest
 
@@ -101,13 +102,20 @@ class ProgramImage:
         """Return the nesting of the forward's result; CompileError if its text cannot be read."""
         return self.live_tree or from_text(self.out_tree or "")
 
-    def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the bound parameters and buffers by name; CompileError if one is missing."""
+    def bind(
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Return the bound tensors by name; CompileError if the module lacks one.
+
+        Numbers of the source become tensors on the device, which the caller owns.
+        """
         wanted = [b.name for b in self.spec.bindings if b.kind in ("param", "constant")]
         missing = [name for name in wanted if name not in tensors]
         if missing:
             raise CompileError(f"program: the module has no tensors {missing}.")
-        return {name: tensors[name] for name in wanted}
+        literals = [b.name for b in self.spec.bindings if b.kind == LITERAL]
+        numbers = {name: literal(name, device) for name in literals}
+        return {name: tensors[name] for name in wanted} | numbers
 
 
 def image_of(

@@ -194,4 +194,5 @@ def allocate(request: Request, model: CompiledModel) -> Workspace:
             "allows such writes inside that mode only, and a runner works outside of it. Make the "
             "module under torch.no_grad(), or replace those buffers by clones."
         )
-    return make_workspace(request, model.image.spec.bindings, model.image.bind(tensors))
+    bound = model.image.bind(tensors, request.device)
+    return make_workspace(request, model.image.spec.bindings, bound)

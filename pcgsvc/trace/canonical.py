@@ -24,6 +24,7 @@ from pcgsvc.ops.breaks import WAYS_OUT
 from pcgsvc.trace.backend import DynamoCapture, refuse_unsupported, view_refusal
 from pcgsvc.trace.collectives import unite_collectives
 from pcgsvc.trace.graph import TracedGraph
+from pcgsvc.trace.literals import LITERAL, lift_literals
 from pcgsvc.trace.nodes import mutated_args, name_once, op_names, user_line
 from pcgsvc.trace.sources import line_that_sets, made_permanent
 
@@ -62,6 +63,7 @@ class Canonical:
         self._check_static()
         self._decompose_sizes()
         unite_collectives(self.graph)
+        self._lift_literals(bindings)
         self._refuse_input_writes(bindings)
         output = self.graph.output_node()
         self._refuse_input_views(output)
@@ -183,6 +185,29 @@ class Canonical:
             del bindings[node]
         if sizes and (first := self._placeholders()[0]) is not sizes[0]:
             first.prepend(sizes[0])
+
+    def _lift_literals(self, bindings: dict[torch.fx.Node, Binding]) -> None:
+        """Bind numbers of the source that would be copied to the inputs' device at each call."""
+        devices = {t.device for t in self.capture.examples}
+        fakes = [v for n in bindings if isinstance(v := _example(n), torch.Tensor)]
+        if len(devices) != 1 or not fakes:
+            return
+        nodes: dict[str, torch.fx.Node] = {}
+
+        def place(name: str, value: torch.Tensor) -> torch.fx.Node:
+            if name not in nodes:
+                with self.graph.inserting_after(self._placeholders()[-1]):
+                    node = nodes[name] = self.graph.placeholder(f"literal_{len(nodes)}")
+                node.meta["example_value"] = torch_private.fake_call(
+                    torch.Tensor.new_empty,
+                    (fakes[0], tuple(value.shape)),
+                    {"dtype": value.dtype, "device": value.device},
+                )
+                bindings[node] = Binding(kind=LITERAL, name=name, spec=self._spec_of(node))
+                self._bound[name] = value
+            return nodes[name]
+
+        lift_literals(self.graph, devices.pop(), place)
 
     def _check_static(self) -> None:
         """Refuse a declared row dimension that Dynamo took for a constant."""
