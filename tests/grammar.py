@@ -12,12 +12,18 @@ only, where plain execution runs other kernels for another number of rows.
 from __future__ import annotations
 
 import copy
+import fcntl
 import hashlib
 import importlib.util
+import json
+import os
+import platform
 import random
 import re
 import sys
 import textwrap
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -496,6 +502,47 @@ def is_explained(drawn: Drawn, outcome: Outcome) -> bool:
     if drawn.strategy != "breakable":  # the trace knows the branch, and lifts the numbers
         reasons = reasons - {"branch on the size", *HOST_DATA}
     return bool(reasons & (drawn.what | written))
+
+
+def is_right(drawn: Drawn, outcome: Outcome) -> bool:
+    return outcome.kind == "equal" or (outcome.kind == "refused" and is_explained(drawn, outcome))
+
+
+Tried = list[tuple[Drawn, Outcome]]
+
+
+def reasons_of(tried: Tried) -> Counter[str]:
+    """Return how many models were refused, by reason."""
+    return Counter(outcome.reason for _, outcome in tried if outcome.kind == "refused")
+
+
+def record(name: str, command: str, number: int, tried: Tried, begun: float) -> None:
+    """Put a seed's row into docs/results/NAME.json, in the place of an earlier one."""
+    found = reasons_of(tried)
+    row = {
+        "seed": number,
+        "models": len(tried),
+        "equal": len(tried) - found.total(),
+        "refused": dict(found.most_common()),
+        "seconds": round(time.perf_counter() - begun, 1),
+    }
+    path = Path(__file__).parents[1] / "docs" / "results" / f"{name}.json"
+    folder = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # workers share the record
+    kept = json.loads(path.read_text())["seeds"] if path.exists() else []
+    rows = sorted([row, *(r for r in kept if r["seed"] != number)], key=lambda r: r["seed"])
+    whole = {
+        "command": command,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "models": sum(r["models"] for r in rows),
+        "equal": sum(r["equal"] for r in rows),
+        "refused": sum(sum(r["refused"].values()) for r in rows),
+        "mismatches": 0,
+        "seeds": rows,
+    }
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    os.close(folder)
 
 
 def try_model(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import platform
 import random
 import re
 import time
@@ -16,22 +12,30 @@ from typing import Any
 
 import pytest
 import torch
-from grammar import FORMS, RARE, Drawn, Outcome, Planted, is_explained, model_of, try_model
+from grammar import (
+    FORMS,
+    RARE,
+    Drawn,
+    Planted,
+    Tried,
+    is_right,
+    model_of,
+    reasons_of,
+    record,
+    try_model,
+)
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from pcgsvc.compilers import passes
 from pcgsvc.compilers.passes import GraphPass
 
-RECORD = Path(__file__).parents[1] / "docs" / "results" / "grammar-cpu.json"
 STRATEGIES = {"eager": ("fx", "breakable"), "inductor": ("fx",)}
 """Those that the CPU has, by compiler; `tests/gpu` has the third."""
 LONGEST = {"eager": 9, "inductor": 4}
 """Statements of a forward, by compiler: Inductor takes seconds for each of its regions."""
 MOST_REFUSED = 0.35
 """The share of models that may be refused; about one in six is, by `RARE` statements mostly."""
-
-Tried = list[tuple[Drawn, Outcome]]
 
 
 @st.composite
@@ -67,13 +71,9 @@ def try_models(count: int, number: int, compiler: str, folder: Path) -> Tried:
     return tried
 
 
-def is_right(drawn: Drawn, outcome: Outcome) -> bool:
-    return outcome.kind == "equal" or (outcome.kind == "refused" and is_explained(drawn, outcome))
-
-
 def refused(tried: Tried) -> Counter[str]:
     """Return refusals by reason; fails if there are too many, or if a statement is never right."""
-    found = Counter(outcome.reason for _, outcome in tried if outcome.kind == "refused")
+    found = reasons_of(tried)
     assert found.total() <= MOST_REFUSED * len(tried), found
     if len(tried) >= 150:
         right = {what for drawn, outcome in tried if outcome.kind == "equal" for what in drawn.what}
@@ -104,36 +104,9 @@ def test_two_thousand_models_equal_plain_execution_or_are_refused_by_name(
     """A hundred for each seed; writes its rows of docs/results/grammar-cpu.json."""
     begun = time.perf_counter()
     tried = try_models(99, number, "eager", tmp_path) + try_models(1, number, "inductor", tmp_path)
-    found = refused(tried)
-    row = {
-        "seed": number,
-        "models": len(tried),
-        "equal": len(tried) - found.total(),
-        "refused": dict(found.most_common()),
-        "seconds": round(time.perf_counter() - begun, 1),
-    }
-    folder = os.open(RECORD.parent, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)  # workers share the record
-    record(row)
-    os.close(folder)
+    refused(tried)
+    record("grammar-cpu", "scripts/test --soak -k two_thousand", number, tried, begun)
     assert len(tried) == 100
-
-
-def record(row: dict[str, Any]) -> None:
-    """Put a seed's row into the record, in the place of an earlier one."""
-    kept = json.loads(RECORD.read_text())["seeds"] if RECORD.exists() else []
-    rows = sorted([row, *(r for r in kept if r["seed"] != row["seed"])], key=lambda r: r["seed"])
-    whole = {
-        "command": "scripts/test --soak -k two_thousand",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "models": sum(r["models"] for r in rows),
-        "equal": sum(r["equal"] for r in rows),
-        "refused": sum(sum(r["refused"].values()) for r in rows),
-        "mismatches": 0,
-        "seeds": rows,
-    }
-    RECORD.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 # ---- planted faults ------------------------------------------------------------------------------
