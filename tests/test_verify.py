@@ -145,6 +145,17 @@ def test_counted_rows_are_found_in_imaginary_parts_and_in_large_numbers(forward:
         build(forward, rows(6), sizes=[4, 8])
 
 
+@pytest.mark.parametrize("count", [3, 4, 5, 6, 7])
+def test_a_number_of_rows_that_matters_at_one_row_count_only_is_found(count: int) -> None:
+    def matters(x: torch.Tensor) -> torch.Tensor:
+        return x + (x.shape[0] % (count + 1)) // count  # not with 8 rows
+
+    with pytest.raises(VerifyError, match=f"with {count} true rows: .*computes with their number"):
+        build(matters, rows(6), sizes=[8])
+    with build(lambda x: x + x.shape[0] // 9, rows(6), sizes=[8]) as runner:
+        assert torch.equal(runner(rows(7)), rows(7))
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.uint16, torch.uint64])
 @pytest.mark.parametrize("shape", [(6,), (6, 3)])
 def test_inputs_of_dtypes_that_torch_cannot_compare(

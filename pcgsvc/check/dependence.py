@@ -2,17 +2,20 @@
 
 In: a call of the module and inputs. Out: `LAYOUT`, `IDENTITY`, both or neither. A trace takes both
 as its examples had them, and nothing that it records tells whether the forward asked. Not tried:
-inputs that share a part of their memory, and layouts beyond those of `_layouts`.
+inputs that share a part of their memory, and layouts beyond those of `_layouts`. Of a program also
+whether it computes with its row count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from pcgsvc.forward.specs import holds_nan
+from pcgsvc.program.image import ProgramImage
 from pcgsvc.program.model import IDENTITY, LAYOUT
+from pcgsvc.trace.rows import Row, refs
 
 Inputs = Mapping[str, torch.Tensor]
 Results = Sequence[torch.Tensor]
@@ -92,3 +95,50 @@ def _shared(inputs: Inputs) -> dict[str, torch.Tensor]:
         like = tensor if holds_nan(tensor.dtype) else torch.zeros_like(tensor)
         first.setdefault((tensor.shape, tensor.dtype), like)
     return {name: first[tensor.shape, tensor.dtype] for name, tensor in inputs.items()}
+
+
+# ---- the row count -------------------------------------------------------------------------------
+
+_NAMES = "view reshape expand repeat tile narrow select chunk split unfold unflatten arange empty"
+_SHAPES = {*_NAMES.split(), "new_empty", "new_zeros", "new_ones", "zeros", "ones"}
+"""Ops whose numbers are shapes, by the last part of their name."""
+
+
+def computes_with_row_count(image: ProgramImage) -> bool:
+    """Whether an op takes the row count, or what was computed of it, for more than a shape.
+
+    A padded call gives it another number than the module would. That is right where it is a bound
+    (the longest length), and may otherwise be wrong for some row counts only. Nothing is known of
+    an untraced forward.
+    """
+    sizes = {at for at, binding in enumerate(image.spec.bindings) if binding.kind == "size"}
+    for step in image.spec.steps:
+        document = image.documents.get(step.piece or "")
+        if document is None:
+            if _computes(((call.out, call.row) for call in step.calls), sizes):
+                return True
+            continue
+        inside = {at for at, spec in enumerate(document["inputs"]) if spec[0] == "int"}
+        if _computes(enumerate(document["rows"], len(document["inputs"])), inside):
+            return True
+        results = zip(step.outputs, document["outputs"], strict=True)
+        sizes |= {number for number, at in results if at in inside}
+    return False
+
+
+def _computes(rows: Iterable[tuple[int, Row]], sizes: set[int]) -> bool:
+    """Whether one of some rows does; adds what they compute of sizes alone to `sizes`."""
+    for number, (op, target, args, kwargs) in rows:
+        used = refs(args) | refs(kwargs)
+        of_sizes = used <= sizes and target.startswith(("operator.", "math.", "builtins."))
+        if of_sizes or (op, target) == ("call_method", "size"):
+            sizes.add(number)
+            continue
+        given = [*args[1], *(value for _, value in kwargs[1])]
+        taken = any(item[0] == "v" and item[1] in sizes for item in given)
+        name = target.removeprefix("torch.ops.aten.").partition(".")[0]
+        if name == "torch":
+            name = target.rpartition(".")[2]
+        if taken and name not in _SHAPES and not target.startswith("torch.ops.pcgsvc."):
+            return True
+    return False

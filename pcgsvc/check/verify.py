@@ -24,7 +24,7 @@ from pcgsvc.check.causes import (
     of_entry,
     program_differs,
 )
-from pcgsvc.check.dependence import input_dependence
+from pcgsvc.check.dependence import computes_with_row_count, input_dependence
 from pcgsvc.check.tolerance import (
     differ,
     error_of,
@@ -48,6 +48,9 @@ from pcgsvc.ops.context import ForwardContext, use_context
 from pcgsvc.ops.expert_choice import Choices, following, recorded_choices
 from pcgsvc.ops.modes import fewest_rows
 from pcgsvc.program.model import CompiledModel
+
+_MORE_COUNTS = 8
+"""Row counts at which an entry is tried besides, if the program computes with its row count."""
 
 
 class Verified(NamedTuple):
@@ -108,8 +111,9 @@ def verify(
         order = list(table.entries)
         random.Random(seed).shuffle(order)
         found = {}
+        more = _MORE_COUNTS if computes_with_row_count(model.image) else 0
         for key in order:
-            found[key] = check.entry(key, random.Random(seed))
+            found[key] = check.entry(key, random.Random(seed), more)
             phases.progress.advance()
         rows = [found[key] for key in table.entries]
         trial = replace(trial, model=model)
@@ -146,7 +150,8 @@ def verify_padding(
     check = _Check(model, memory, samples, config, table)
     same = kind is Padding.ZEROS
     for key in table.entries:
-        counts = {check._true_rows(key[1], choice) for choice in (None, rng, rng)}
+        served = check.served(key[1])
+        counts = {served[0], rng.choice(served), rng.choice(served)}
         tries = [check.tried(key, n, [kind], compare_padded=same) for n in sorted(counts)]
         found.append(max((check._row(key, [one]) for one in tries), key=_row_badness))
     return found
@@ -228,22 +233,28 @@ class _Check(Trial):
 
     table: GraphTable
 
-    def entry(self, key: EntryKey, rng: random.Random) -> dict[str, Any]:
+    def entry(self, key: EntryKey, rng: random.Random, more: int) -> dict[str, Any]:
         """Check one entry with each kind of padding; return what was worst.
 
         Two row counts are needed: a forward that counts its rows is found with the fewest, one that
         takes some row for another with a random one. So are all kinds of padding: zeros are what
         calls pad with, comparisons hide NaN, and nan-aware functions hide all but large values.
+        One that computes with its row count may be wrong for few: it is tried at `more` of them.
         """
-        fewest, other = self._true_rows(key[1], None), self._true_rows(key[1], rng)
+        served = self.served(key[1])
+        fewest, other = served[0], rng.choice(served)
         junk = [Padding.NAN_AND_LARGE]
         if key[1].num_tokens - other == 1:  # one row is one of them
             junk = [Padding.NAN, Padding.LARGE]
         if fewest == other:
             kinds = [Padding.ZEROS, *junk] if fewest < key[1].num_tokens else [Padding.ZEROS]
-            return self._row(key, [self.tried(key, fewest, kinds)])
-        first = self.tried(key, fewest, [Padding.ZEROS])
-        return self._row(key, [first, self.tried(key, other, junk, compare_padded=False)])
+            trials = [self.tried(key, fewest, kinds)]
+        else:
+            first = self.tried(key, fewest, [Padding.ZEROS])
+            trials = [first, self.tried(key, other, junk, compare_padded=False)]
+        for count in sorted({*rng.sample(served, min(more, len(served)))} - {fewest, other}):
+            trials.append(self.tried(key, count, [Padding.ZEROS], compare_padded=False))
+        return self._row(key, trials)
 
     def tried(
         self, key: EntryKey, true: int, kinds: Sequence[Padding], *, compare_padded: bool = True
@@ -417,11 +428,8 @@ class _Check(Trial):
         full = key is not None and key[0] is Mode.FULL
         return self.memory.context(batch, rows, query_len, in_full_graph=full, stage=stage)
 
-    def _true_rows(self, descriptor: BatchDescriptor, rng: random.Random | None) -> int:
-        """Return a row count that an entry serves, with padding where there can be any.
-
-        `rng`: None for the least such count.
-        """
+    def served(self, descriptor: BatchDescriptor) -> Sequence[int]:
+        """Return the row counts that an entry serves, with padding where there can be any."""
         smaller = [
             other.num_tokens
             for _, other in self.table.entries
@@ -430,9 +438,9 @@ class _Check(Trial):
         step = self.config.capture.uniform_query_len if descriptor.uniform else 1
         fewest = fewest_rows(descriptor.num_tokens, self.config.capture.max_padding)
         low = max(max(smaller, default=0) // step + 1, -(-fewest // step))
-        counts: Sequence[int] = range(low, max(low, descriptor.num_tokens // step - 1) + 1)
+        most = max(low, descriptor.num_tokens // step - 1)
+        counts: Sequence[int] = range(low * step, most * step + 1, step)
         predicate = self.model.predicate.of_forward
         if predicate.conditions:  # the module runs other row counts itself
-            counts = [n for n in counts if predicate.broken_by(n * step) is None]
-            counts = counts or [descriptor.num_tokens // step]
-        return (counts[0] if rng is None else rng.choice(counts)) * step
+            counts = [n for n in counts if predicate.broken_by(n) is None]
+        return counts or [descriptor.num_tokens // step * step]
