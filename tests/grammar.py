@@ -704,6 +704,8 @@ def _differing(got: Any, wanted: Any, what: str, *, loose: bool = False) -> str:
         if one.shape != other.shape or one.dtype != other.dtype:
             kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (one, other)]
             return f"{what} {at}: {kinds[0]}, not {kinds[1]}"
+        if other.is_complex():
+            one, other = (torch.view_as_real(t.resolve_conj()) for t in (one, other))
         tolerance = (0.05 if loose else 1e-4) if other.is_floating_point() else 0.0
         a, b = one.double(), other.double()
         scale = max(1.0, float(b.nan_to_num().abs().max())) if b.numel() else 1.0
