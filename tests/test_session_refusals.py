@@ -9,6 +9,7 @@ import pytest
 import torch
 from core_helpers import WIDTH, build, rows
 from model_helpers import make_context
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import pcgsvc
 from pcgsvc.capture.capture import _way_out
@@ -44,6 +45,9 @@ FORBIDDEN: dict[str, Callable[[torch.Tensor], Any]] = {
     "text": lambda x: str(x),
     "apply": lambda x: x.clone().apply_(abs),
     "map": lambda x: x.clone().map_(x, max),
+    "list as index": lambda x: x[:, [0, 1]],
+    "list as index, written": lambda x: x.clone().__setitem__([0, 1], 0.0),
+    "one_hot of unknown classes": lambda x: F.one_hot((x > 0).long()),
 }
 
 
@@ -88,6 +92,8 @@ ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
     ),
     "full": lambda x: torch.full((2,), 3.0),
     "topk": lambda x: x.topk(2)[0],
+    "one_hot": lambda x: F.one_hot((x > 0).long(), 2),
+    "one_hot by name": lambda x: F.one_hot(tensor=(x > 0).long(), num_classes=3),
 }
 
 

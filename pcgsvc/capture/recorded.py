@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.overrides import TorchFunctionMode
 
 from pcgsvc import torch_private
@@ -90,10 +91,30 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        why = HOST_FUNCTIONS.get(func) if self.active else None
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        why = HOST_FUNCTIONS.get(func)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and _has_list(args[1]):
+            why = "a list as index is fresh host data, copied to the device"
         if why is not None:
             raise _forbidden(getattr(func, "__name__", str(func)), why)
-        return func(*args, **(kwargs or {}))
+        if func is F.one_hot and (classes := _classes(*args, **kwargs)) is not None:
+            x = args[0] if args else kwargs["tensor"]
+            return (x[..., None] == torch.arange(classes, device=x.device)).long()
+        return func(*args, **kwargs)
+
+
+def _has_list(index: Any) -> bool:
+    """Whether there are numbers of the host in an index; a trace has made tensors of them."""
+    return isinstance(index, list) or (
+        isinstance(index, tuple) and any(isinstance(i, (list, tuple)) for i in index)
+    )
+
+
+def _classes(tensor: torch.Tensor, num_classes: int = -1) -> int | None:
+    """Return the classes of a `one_hot` that reads no values where the device is not the CPU."""
+    return num_classes if num_classes >= 0 else None
 
 
 class _Recorder(torch_private.RecordingMode):
