@@ -184,14 +184,15 @@ def _differs_at_one_row(trial: Trial) -> bool:
     if trial.model.predicate.broken_by(1) is not None:
         return False
     try:
-        return program_differs(trial, trial.step(1)) is not None
+        return (
+            trial.model.refuses(1) is not None or program_differs(trial, trial.step(1)) is not None
+        )
     except (RefusedRowsError, VerifyError):
         return True
 
 
 def _invalid(table: GraphTable, predicate: SizePredicate) -> dict[EntryKey, str]:
     """Return why entries cannot serve the size that they were captured for."""
-    predicate = predicate.of_forward
     broken = {key: predicate.broken_by(key[1].num_tokens) for key in table.entries}
     return {key: f"the graph is not valid for it: {why}" for key, why in broken.items() if why}
 
@@ -431,7 +432,7 @@ class _Check(Trial):
         fewest = fewest_rows(descriptor.num_tokens, self.config.capture.max_padding)
         low = max(max(smaller, default=0) // step + 1, -(-fewest // step))
         counts: Sequence[int] = range(low, max(low, descriptor.num_tokens // step - 1) + 1)
-        predicate = self.model.predicate.of_forward
+        predicate = self.model.predicate
         if predicate.conditions:  # the module runs other row counts itself
             counts = [n for n in counts if predicate.broken_by(n * step) is None]
             counts = counts or [descriptor.num_tokens // step]

@@ -5,9 +5,8 @@ In: nothing. Out: types that all later rooms read.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
@@ -44,6 +43,11 @@ class InputSpec:
     def shape(self, rows: int) -> list[int]:
         """Return the input's shape for a row count."""
         return [rows if d in self.dims else n for d, n in enumerate(self.example.shape)]
+
+    def fits(self, value: Any, rows: int) -> bool:
+        """Whether a value is a tensor of the input's dtype and of its shape for a row count."""
+        of_kind = isinstance(value, torch.Tensor) and value.dtype == self.example.dtype
+        return of_kind and list(value.shape) == self.shape(rows)
 
     @cached_property
     def order(self) -> list[int]:
@@ -134,10 +138,6 @@ def value_at(source: int | str | CodeType, size: int) -> int:
     return int(eval(source, {"s": size, "max": max, "min": min, "abs": abs, "__builtins__": {}}))
 
 
-BY_COMPILER = "the compiler"
-"""Where a condition is from that generated code has, and the forward has not."""
-
-
 @dataclass(frozen=True)
 class SizePredicate:
     """What the graph assumes of the row count `s`; replaces Dynamo's shape guards."""
@@ -147,16 +147,11 @@ class SizePredicate:
     origins: tuple[str, ...] = ()
     """The user's line behind each condition, or an empty string."""
 
-    @cached_property
-    def of_forward(self) -> SizePredicate:
-        """Without the compiler's conditions: for sizes at which results are compared.
-
-        A compiler chooses by the row count of the trace, and may note as a condition what makes
-        code faster, not right: its own say nothing where the results have been seen.
-        """
-        pairs = itertools.zip_longest(self.conditions, self.origins, fillvalue="")
-        kept = [pair for pair in pairs if pair[1] != BY_COMPILER]
-        return SizePredicate(tuple(c for c, _ in kept), tuple(o for _, o in kept))
+    def requiring(self, conditions: Iterable[str], origin: str) -> SizePredicate:
+        """Return a predicate of more conditions, all of one origin."""
+        added = tuple(conditions)
+        origins = (*self.origins, *[origin] * len(added))
+        return SizePredicate((*self.conditions, *added), origins)
 
     @cached_property
     def _codes(self) -> list[CodeType]:
