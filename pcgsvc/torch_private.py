@@ -280,10 +280,14 @@ def symbolic_expr(value: Any) -> Any:
 
 
 def python_source(expression: Any) -> str:
-    """Return Python source of a sympy expression or relation over integers."""
+    """Return Python source of a sympy expression or relation; of modules, it names `math` alone.
+
+    torch writes functions that take its symbols as well.
+    """
     from torch.utils._sympy.printers import PythonPrinter
 
-    return str(PythonPrinter().doprint(expression))
+    text = re.sub(r"\btorch\.sym_(float|max|min)\b", r"\1", PythonPrinter().doprint(expression))
+    return re.sub(r"\btorch\._sym_(\w+)", r"math.\1", text)
 
 
 def size_symbol(values: Iterable[Any]) -> tuple[Any, Any] | None:

@@ -212,6 +212,10 @@ def test_symbolic_expr_and_python_source_give_an_expression_that_python_reads() 
     (symbol,) = expression.free_symbols
     source = private.python_source(expression)
     assert eval(source, {str(symbol): 7, "math": math}) == (7 * 2 + 1) // 2
+    root = torch.sym_sqrt(torch.sym_float(torch.sym_max(last.meta["example_value"].shape[0], 25)))
+    source = private.python_source(private.symbolic_expr(root))
+    assert "torch" not in source
+    assert eval(source, {str(symbol): 7, "math": math}) == 5.0
 
 
 def test_size_symbol_conditions_and_the_number_that_is_known_follow_torch_s_guards() -> None:

@@ -5,6 +5,7 @@ In: nothing. Out: types that all later rooms read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,15 @@ def value_at(source: int | str | CodeType, size: int) -> int:
     """Return what a number, or Python source over the row count `s`, gives for `size` rows."""
     if isinstance(source, int):
         return source
-    return int(eval(source, {"s": size, "max": max, "min": min, "abs": abs, "__builtins__": {}}))
+    return int(eval(source, {"s": size, **_NAMES}))
+
+
+_NAMES: dict[str, Any] = {
+    **{f.__name__: f for f in (abs, float, max, min, round)},
+    "math": math,
+    "__builtins__": {},
+}
+"""What the sources are written with."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +169,11 @@ class SizePredicate:
     def broken_by(self, size: int) -> str | None:
         """Return the first condition on `rows` that `size` breaks, with its origin, or None."""
         for at, condition in enumerate(self.conditions):
-            if not value_at(self._codes[at], size):
+            try:
+                holds = value_at(self._codes[at], size)
+            except (ArithmeticError, ValueError):  # a remainder by zero, a root of a negative
+                holds = False
+            if not holds:
                 origin = self.origins[at] if at < len(self.origins) else ""
                 words = re.sub(r"\bs\b", "rows", condition)
                 return f"{words}{f' (from {origin})' if origin else ''}"
