@@ -184,12 +184,16 @@ def dynamo_trace(
         return compiled(*args)
 
 
-def dynamo_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types that Dynamo raises when it cannot trace."""
+def is_dynamo_error(error: Exception) -> bool:
+    """Return whether an exception says that Dynamo cannot trace.
+
+    Its own errors, and others that it did not expect: it adds the user's lines to those.
+    """
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-    return (TorchDynamoException, ConstraintViolationError)
+    own = isinstance(error, (TorchDynamoException, ConstraintViolationError))
+    return own or "\n\nfrom user code:" in str(error)
 
 
 def is_op_failure(error: BaseException | None) -> bool:

@@ -168,6 +168,15 @@ def test_a_divisibility_assumption_is_part_of_the_predicate() -> None:
     assert traced.predicate.broken_by(8) is not None
 
 
+def test_what_torch_does_not_expect_of_a_forward_is_named_by_its_line() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return (x, x * 2)[x.shape[0] > 15]  # by a truth
+
+    with pytest.raises(TraceError, match=r"index must be int .*") as caught:
+        trace_of(forward)
+    assert line_of(forward, "# by a truth") in str(caught.value)
+
+
 BRANCHES: dict[str, Callable[[Any], Any]] = {
     "a root": lambda n: math.sqrt(n) > 4,
     "a power": lambda n: n**0.5 > 3,
