@@ -15,6 +15,7 @@ from torch import nn
 
 import pcgsvc
 from pcgsvc.cache.pieces import Pieces
+from pcgsvc.cache.store import Store
 from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.compilers.specialize import baked_inputs, graph_for, specialized
 from pcgsvc.config import (
@@ -29,6 +30,7 @@ from pcgsvc.config import (
 )
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.specs import SizePredicate
+from pcgsvc.jobs.cache import _check
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.fx import partition_fx
 from pcgsvc.program.facts import piece_facts
@@ -250,6 +252,38 @@ class Ramp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 + torch.arange(x.shape[0]).unsqueeze(1)
+
+
+class Branching(Ramp):
+    """Variants of one program, by what tracing reads."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factors = {"a": factor}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factors["a"]
+
+
+def test_variants_and_the_check_of_a_cache_need_no_size_that_others_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EagerPiece, "assumes", ("s <= 8",))
+    config = make_config("full", sizes=(2, 16))
+    config.cache = CacheConfig(dir=str(tmp_path))
+    found = []
+    for factor, largest in ((2, 16), (3, 32), (2, 16), (3, 32)):
+        config.capture.sizes = [2, largest]
+        module = Branching(factor).eval()
+        with pcgsvc.build_runner(module, rows(5), dynamic_dims={"x": 0}, config=config) as runner:
+            assert runner.report["compile"]["exact_sizes"] == [largest]
+            found.append((runner.report["compile"]["start"], runner.report["cache"]["program_key"]))
+            torch.testing.assert_close(runner(rows(9)), module(rows(9)))
+    assert [start for start, _ in found] == ["cold", "cold", "warm", "warm"]
+    assert len({key for _, key in found}) == 1
+    with Store.open(str(tmp_path), mode=CacheMode.READ) as store:
+        told = list(_check(config, store))
+    assert "loaded" in told[-1]
 
 
 def test_many_sizes_that_are_compiled_on_their_own_are_a_warning(
