@@ -184,12 +184,16 @@ def dynamo_trace(
         return compiled(*args)
 
 
-def dynamo_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types that Dynamo raises when it cannot trace."""
+def is_dynamo_error(error: Exception) -> bool:
+    """Return whether an exception says that Dynamo cannot trace.
+
+    Its own errors, and others that it did not expect: it adds the user's lines to those.
+    """
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-    return (TorchDynamoException, ConstraintViolationError)
+    own = isinstance(error, (TorchDynamoException, ConstraintViolationError))
+    return own or "\n\nfrom user code:" in str(error)
 
 
 def is_op_failure(error: BaseException | None) -> bool:
@@ -280,10 +284,14 @@ def symbolic_expr(value: Any) -> Any:
 
 
 def python_source(expression: Any) -> str:
-    """Return Python source of a sympy expression or relation over integers."""
+    """Return Python source of a sympy expression or relation; of modules, it names `math` alone.
+
+    torch writes functions that take its symbols as well.
+    """
     from torch.utils._sympy.printers import PythonPrinter
 
-    return str(PythonPrinter().doprint(expression))
+    text = re.sub(r"\btorch\.sym_(float|max|min)\b", r"\1", PythonPrinter().doprint(expression))
+    return re.sub(r"\btorch\._sym_(\w+)", r"math.\1", text)
 
 
 def size_symbol(values: Iterable[Any]) -> tuple[Any, Any] | None:

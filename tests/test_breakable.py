@@ -238,6 +238,47 @@ def test_the_largest_submodules_without_a_break_are_chosen_and_compiled() -> Non
         assert "forward" not in vars(model.mlp)
 
 
+def test_a_submodule_runs_itself_where_its_trace_or_its_code_is_not_valid() -> None:
+    class Part(torch.nn.Module):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor, twice: bool) -> torch.Tensor:
+            y = x * 3 if x.shape[0] > 16 else x + bias
+            return y.relu() * 2 if twice else y
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            bias = torch.arange(WIDTH if x.shape[0] < 9 else 1)
+            return self.part(x, bias if x.shape[0] != 6 else bias + 0.5, x.shape[0] != 5)
+
+    class Code(EagerPiece):
+        """Wrong where it is not valid."""
+
+        assumes = ("s != 3",)
+
+        def __call__(self, *args: Any) -> Sequence[Any]:
+            ran.append(True)
+            (x,) = [a for a in args if isinstance(a, torch.Tensor) and a.dim() == 2]
+            return [result * (x.shape[0] != 3) for result in super().__call__(*args)]
+
+    model, calls, ran = Model().eval(), [Calls(), Calls()], list[bool]()
+    for size, seen in zip((8, 7), calls, strict=True):
+        with watched(model, seen):
+            model(rows(size))
+    forwards, warnings = compile_submodules(
+        model, ["part"], calls[0], calls[1], lambda piece: Code(piece.document or {})
+    )
+    assert warnings == []
+    for size in (2, 3, 5, 6, 8, 9, 17):
+        with in_place(model, forwards):
+            got = model(rows(size))
+        torch.testing.assert_close(got, model(rows(size)))
+        assert bool(ran) is (size in (2, 8))
+        ran.clear()
+
+
 # ---- state that is no buffer, inputs, results ----------------------------------------------------
 
 

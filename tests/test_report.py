@@ -256,6 +256,13 @@ def test_the_verdict_comes_first(report: dict[str, Any]) -> None:
     assert shown(report, 200).strip().startswith("wrong")
 
 
+def test_sizes_that_are_compiled_on_their_own_say_why_once(report: dict[str, Any]) -> None:
+    reason = "code for all sizes needs rows <= 8 (from the compiler)"
+    rows = [{"size": size, "reason": reason} for size in (16, 32)]
+    report["compile"] |= {"exact_sizes": [4, 16, 32], "exact_reasons": rows}
+    assert f"for exactly 4, 16, 32 rows as well ({reason})" in shown(report, 250)
+
+
 def test_one_of_a_kind_is_singular(report: dict[str, Any]) -> None:
     report["verify"] = report["verify"][:1]
     assert "all 1 entry equals plain execution" in shown(report, 200)

@@ -166,7 +166,8 @@ def forward(x: torch.Tensor) -> torch.Tensor:
     z = torch.cat([y, x], dim=-1).clamp(min=-1.5, max=float("inf")).to(torch.float64)
     z[:, 0] = 3
     a, b = z.split([3, 2 * WIDTH - 4], dim=1)
-    return (a.sum(-1, keepdim=True) + b.pow(2).mean(-1, keepdim=True)).float().view(x.shape[0], 1)
+    sums = a.sum(-1, keepdim=True) + b.pow(2).mean(-1, keepdim=True) + round(x.shape[0] / 3)
+    return sums.float().view(x.shape[0], 1)
 
 
 def document_of(function: Callable[..., Any]) -> Document:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from core_helpers import WIDTH, attended, build, make_config, plain, rows, toy
 from torch import nn
 
 import pcgsvc
-from pcgsvc import torch_private
-from pcgsvc.compilers import inductor as compiler_module
 from pcgsvc.config import CacheConfig
 from pcgsvc.errors import PcgError
 
@@ -201,17 +198,14 @@ def sines(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("self_check", [True, False])
-def test_what_inductor_assumes_of_the_row_count_is_kept_and_the_module_runs_other_calls(
-    tmp_path: Path, self_check: bool
+def test_what_inductor_assumes_of_the_row_count_is_kept_and_other_sizes_have_code_of_their_own(
+    tmp_path: Path,
 ) -> None:
-    """A size that breaks it is captured where its results are compared."""
     # AOTAutograd decomposes a product of few numbers, and guards on there being few.
     needed = re.compile("run by the module itself.* needs .*<= 32 .from the compiler")
     config = make_config("full", [8, 64], compiler="inductor")
     config.cache = CacheConfig(dir=str(tmp_path / "cache"))
-    config.capture.self_check = self_check
-    for kind, start, compiled in ((Outer, "cold", 1), (Outer, "warm", 0), (Again, "cold", 0)):
+    for kind, start, compiled in ((Outer, "cold", 2), (Outer, "warm", 0), (Again, "cold", 0)):
         module = kind().eval()
         with pcgsvc.build_runner(module, rows(3), dynamic_dims={"x": 0}, config=config) as runner:
             report = runner.report
@@ -219,22 +213,10 @@ def test_what_inductor_assumes_of_the_row_count_is_kept_and_the_module_runs_othe
                 start,
                 compiled,
             )
-            skipped = [] if self_check else [64]
-            assert [s["size"] for s in report["graphs"]["skipped"]] == skipped
-            for count, own in ((5, False), (20, False), (21, True), (64, True), (65, True)):
-                own = own and (count > 64 or not self_check)
-                assert bool(needed.search(runner.plan(count).reason)) is own
+            assert (report["compile"]["exact_sizes"], report["graphs"]["skipped"]) == ([64], [])
+            for count in (5, 20, 21, 64, 65):
+                assert bool(needed.search(runner.plan(count).reason)) is (count > 64)
                 torch.testing.assert_close(runner(rows(count)), plain(module, rows(count)))
-
-
-def test_that_the_row_count_differs_from_a_number_is_no_condition_of_the_compiler_s(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    noted = {"s != 64": "", "2*s != 64": "", "s + 12 <= 32": "", "(s != 4) & (s < 9)": ""}
-    monkeypatch.setattr(torch_private, "size_conditions", lambda *given: noted)
-    monkeypatch.setattr(torch_private, "size_known", lambda *given: None)
-    piece = SimpleNamespace(name="piece", document={"assumes": []})
-    assert compiler_module._assumed(piece, None, None) == ["s + 12 <= 32", "(s != 4) & (s < 9)"]
 
 
 class Outer(nn.Module):

@@ -93,7 +93,7 @@ ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
     "full": lambda x: torch.full((2,), 3.0),
     "topk": lambda x: x.topk(2)[0],
     "one_hot": lambda x: F.one_hot((x > 0).long(), 2),
-    "one_hot by name": lambda x: F.one_hot(tensor=(x > 0).long(), num_classes=3),
+    "one_hot by name": lambda x: F.one_hot((x > 0).long(), num_classes=3),
 }
 
 

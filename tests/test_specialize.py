@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from model_helpers import make_context
 from torch import nn
 
 import pcgsvc
+from pcgsvc.cache.pieces import Pieces
+from pcgsvc.cache.store import Store
+from pcgsvc.compilers.eager import EagerPiece
 from pcgsvc.compilers.specialize import baked_inputs, graph_for, specialized
 from pcgsvc.config import (
     CacheConfig,
@@ -26,9 +30,11 @@ from pcgsvc.config import (
 )
 from pcgsvc.errors import ConfigError
 from pcgsvc.forward.specs import SizePredicate
+from pcgsvc.jobs.cache import _check
 from pcgsvc.ops.context import use_context
 from pcgsvc.partition.fx import partition_fx
 from pcgsvc.program.facts import piece_facts
+from pcgsvc.program.image import ProgramImage, image_of
 from pcgsvc.program.keys import key_of
 from pcgsvc.program.pieces import Kind
 from pcgsvc.program.program import Program
@@ -148,14 +154,148 @@ def test_inputs_that_share_memory_share_it_still() -> None:
 
 
 def test_only_pieces_that_know_the_rows_and_valid_sizes_are_specialised() -> None:
-    document = partition_of(Counted()).unique()
-    documents = {h: p.document for h, p in document.items() if p.document is not None}
+    image = counted_image(predicate=SizePredicate(("s <= 4",)))
     fixed: dict[str, Any] = {"inputs": [["tensor", "f", [3], [1], 0, "cpu", "s"], ["int", 2]]}
-    found = specialized({**documents, "fixed": fixed}, SizePredicate(("s <= 4",)), [4, 8])
-    assert sorted(found) == sorted((4, h) for h in documents)
+    image = replace(image, documents={**image.documents, "fixed": fixed})
+    assert specialized(image, checked([4, 8])) == [(4, h) for h in image.documents if h != "fixed"]
+
+
+def counted_image(**changed: Any) -> ProgramImage:
+    traced = trace_of(Counted())
+    partition = partition_fx(traced, None)
+    return replace(image_of(traced, partition, partition, guards=[], files={}), **changed)
+
+
+def test_a_region_is_compiled_for_the_captured_sizes_that_break_what_its_code_assumes() -> None:
+    first, last = counted_image().documents
+    image = counted_image(
+        predicate=SizePredicate(("s < 64",), ("a line",)),
+        assumes={first: ("s <= 8",), last: ("s <= 8", "s != 4")},
+    )
+    wide = {"capture": {"sizes": [4, 8, 16, 64]}}
+    assert specialized(image, checked([], **wide)) == [(4, last), (16, first), (16, last)]
+    assert specialized(image, checked([8], **wide))[1:3] == [(8, first), (8, last)]
+    assert specialized(image, checked([], **wide, mode="none")) == []
+    uncompiled = replace(image, uncompiled={last: "it is wrong"})
+    assert specialized(uncompiled, checked([], **wide)) == [(16, first)]
+    assert image.general.broken_by(4) == "rows != 4 (from the compiler)"
+    assert uncompiled.general.broken_by(4) is None
 
 
 # ---- a whole start -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+def test_sizes_that_break_what_the_compiler_assumes_are_compiled_on_their_own_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, self_check: bool
+) -> None:
+    """A compiler whose code for all sizes is wrong where it is not valid."""
+
+    def run(piece: EagerPiece, *args: Any) -> Any:
+        (x,) = [a for a in args if isinstance(a, torch.Tensor)]
+        right = id(piece) in exact or len(x) in (2, 8)
+        return [result if right else result * 0 for result in plain_run(piece, *args)]
+
+    def compiled(pieces: Pieces, piece: Any, dump_path: Any, size: int | None) -> Any:
+        made, data = compile_(pieces, piece, dump_path, size)
+        exact.update({id(made): size} if size is not None else {})
+        return made, data
+
+    def loaded(pieces: Pieces, name: str, data: bytes, document: Any, size: int | None) -> Any:
+        made = load(pieces, name, data, document, size)
+        exact.update({id(made): size} if size is not None else {})
+        return made
+
+    exact: dict[int, int] = {}
+    plain_run, compile_, load = EagerPiece.__call__, Pieces._compile, Pieces._load
+    monkeypatch.setattr(EagerPiece, "__call__", run)
+    monkeypatch.setattr(EagerPiece, "assumes", ("s <= 8", "s != 3", "s != 4"))
+    monkeypatch.setattr(Pieces, "_compile", compiled)
+    monkeypatch.setattr(Pieces, "_load", loaded)
+    config = make_config("full", sizes=(2, 4, 8, 16), self_check=self_check)
+    config.cache = CacheConfig(dir=str(tmp_path))
+    for start in ("cold", "warm"):
+        with pcgsvc.build_runner(
+            Ramp().eval(), rows(5), dynamic_dims={"x": 0}, config=config
+        ) as runner:
+            report = runner.report
+            assert report["compile"]["start"] == start
+            assert report["graphs"]["skipped"] == []
+            assert report["compile"]["exact_reasons"] == [
+                {"size": 4, "reason": "code for all sizes needs rows != 4 (from the compiler)"},
+                {"size": 16, "reason": "code for all sizes needs rows <= 8 (from the compiler)"},
+            ]
+            assert report["compile"]["exact_sizes"] == sorted(exact.values()) == [4, 16]
+            own = "compiled on its own, since code for all sizes needs rows"
+            assert [n for n in range(1, 17) if own in runner.plan(n).reason] == [
+                3,
+                4,
+                *range(9, 17),
+            ]
+            for count in (1, 2, 3, 4, 5, 8, 9, 16, 17):
+                torch.testing.assert_close(runner(rows(count)), Ramp()(rows(count)))
+            assert "run by the module itself" in runner.plan(17).reason
+        exact.clear()
+    config.capture.sizes = [2, 32]
+    with pcgsvc.build_runner(
+        Ramp().eval(), rows(5), dynamic_dims={"x": 0}, config=config
+    ) as runner:
+        report = runner.report
+        assert report["compile"]["exact_sizes"] == [32]
+        assert (report["compile"]["num_loaded"], report["compile"]["num_compiled"]) == (1, 1)
+        assert any("for 32 rows: absent" in why for why in report["cache"]["miss_reasons"])
+        torch.testing.assert_close(runner(rows(9)), Ramp()(rows(9)))
+
+
+class Ramp(nn.Module):
+    """One region that knows the rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + torch.arange(x.shape[0]).unsqueeze(1)
+
+
+class Branching(Ramp):
+    """Variants of one program, by what tracing reads."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factors = {"a": factor}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factors["a"]
+
+
+def test_variants_and_the_check_of_a_cache_need_no_size_that_others_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EagerPiece, "assumes", ("s <= 8",))
+    config = make_config("full", sizes=(2, 16))
+    config.cache = CacheConfig(dir=str(tmp_path))
+    found = []
+    for factor, largest in ((2, 16), (3, 32), (2, 16), (3, 32)):
+        config.capture.sizes = [2, largest]
+        module = Branching(factor).eval()
+        with pcgsvc.build_runner(module, rows(5), dynamic_dims={"x": 0}, config=config) as runner:
+            assert runner.report["compile"]["exact_sizes"] == [largest]
+            found.append((runner.report["compile"]["start"], runner.report["cache"]["program_key"]))
+            torch.testing.assert_close(runner(rows(9)), module(rows(9)))
+    assert [start for start, _ in found] == ["cold", "cold", "warm", "warm"]
+    assert len({key for _, key in found}) == 1
+    with Store.open(str(tmp_path), mode=CacheMode.READ) as store:
+        told = list(_check(config, store))
+    assert "loaded" in told[-1]
+
+
+def test_many_sizes_that_are_compiled_on_their_own_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(EagerPiece, "assumes", ("s <= 8",))
+    for many in (8, 9):
+        config = make_config("full", sizes=range(8, 9 + many), strict=True, self_check=False)
+        pcgsvc.build_runner(Ramp().eval(), rows(5), dynamic_dims={"x": 0}, config=config).close()
+        words = f"code of its own for {many} capture sizes, since that for all needs rows <= 8"
+        (level,) = (r.levelname for r in caplog.records if words in r.getMessage())
+        assert level == ("WARNING" if many > 8 else "INFO")
 
 
 class Starts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,47 @@ def test_a_divisibility_assumption_is_part_of_the_predicate() -> None:
     traced = trace_of(forward)
     assert traced.predicate.broken_by(7) is None
     assert traced.predicate.broken_by(8) is not None
+
+
+def test_what_torch_does_not_expect_of_a_forward_is_named_by_its_line() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return (x, x * 2)[x.shape[0] > 15]  # by a truth
+
+    with pytest.raises(TraceError, match=r"index must be int .*") as caught:
+        trace_of(forward)
+    assert line_of(forward, "# by a truth") in str(caught.value)
+
+
+BRANCHES: dict[str, Callable[[Any], Any]] = {
+    "a root": lambda n: math.sqrt(n) > 4,
+    "a power": lambda n: n**0.5 > 3,
+    "a part": lambda n: int(n * 0.5) == 6,
+    "rounded": lambda n: round(n / 4) == 3,
+    "rounded to digits": lambda n: round(n / 3, 1) == 3.7,
+    "rounded up": lambda n: math.ceil(n / 8) > 1,
+    "a logarithm": lambda n: math.log2(n) > 3.3,
+    "the larger of floats": lambda n: max(n / 2, 4.5) > 6,
+    "a remainder by zero": lambda n: n % (n // 3) == 2,
+    "a negative root": lambda n: (n - 5) ** 0.5 > 2 if n > 4 else n,
+}
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_on_what_is_computed_of_the_rows_holds_where_it_is_taken(branch: str) -> None:
+    taken = BRANCHES[branch]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if taken(x.shape[0]) else x + 1
+
+    traced = trace_of(forward)
+    assert traced.predicate.conditions
+    for n in range(2, 40):
+        try:
+            same = bool(taken(n)) is bool(taken(traced.size))
+        except ZeroDivisionError:
+            same = False
+        assert (traced.predicate.broken_by(n) is None) <= same, (n, traced.predicate)
+    assert traced.predicate.broken_by(traced.size) is None
 
 
 def test_size_is_decomposed_so_that_no_torch_size_is_left() -> None:

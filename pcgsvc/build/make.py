@@ -50,6 +50,6 @@ def _make(request: Request, found: ProgramLookup, env: BuildEnvironment) -> Made
     traced = trace_forward(request, phases)
     parts = split(traced, config, phases)
     image, problems = write_down(request, traced, parts)
-    pieces = compile_pieces(parts.compiled, image, config, env)
+    image, pieces = compile_pieces(parts.compiled, image, config, env)
     model = assemble(request, traced, image, pieces, env)
     return MadeProgram(model, parts.compiled, problems)

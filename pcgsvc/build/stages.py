@@ -7,7 +7,8 @@ compiled pieces, a `CompiledModel`. Each stage is timed; none is called here by 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -17,10 +18,9 @@ from pcgsvc.build.load import ProgramLookup
 from pcgsvc.cache.programs import file_digest
 from pcgsvc.config import Compiler, Config, Strategy, captures
 from pcgsvc.errors import CaptureError
-from pcgsvc.events import Phases
+from pcgsvc.events import Phases, count
 from pcgsvc.forward.request import Request, check_forward
 from pcgsvc.forward.results import refuse_subclasses
-from pcgsvc.forward.specs import BY_COMPILER
 from pcgsvc.ops.breaks import HOST_READS, host_reads_refused
 from pcgsvc.ops.collectives import is_among_many, unnamed_boundaries
 from pcgsvc.partition.fx import check_aliases, partition_fx
@@ -129,23 +129,46 @@ def captured_tensors(traced: TracedGraph) -> list[str]:
 
 def compile_pieces(
     partition: Partition, image: ProgramImage, config: Config, env: BuildEnvironment
-) -> Mapping[str, CompiledPiece]:
+) -> tuple[ProgramImage, Mapping[str, CompiledPiece]]:
     """Compile each unique piece once, or load it where another program has stored it.
 
     Pieces for exact sizes are kept in `env.artifacts.specialized`.
+
+    Returns:
+        The image with what the compiler assumes of the row count, and the pieces by hash.
     """
     artifacts, unique = env.artifacts, partition.unique()
-    sized = artifacts.pieces.sized(image)
+    asked = artifacts.pieces.sized(image)
 
     def compiled(piece: Piece, size: int | None = None) -> CompiledPiece:
         return compile_piece(piece, size, config, env)
 
-    with env.phases.phase("compile", len(unique) + len(sized)):
+    with env.phases.phase("compile", len(unique) + len(asked)):
         pieces = {key: compiled(piece) for key, piece in unique.items()}
+        assumes = {k: tuple(p.assumes) for k, p in pieces.items() if p.assumes}
+        image = replace(image, assumes=assumes)
+        sized = artifacts.pieces.sized(image)
+        _log_own_code(image, {size for size, _ in sized})
         for size, key in sized:
             artifacts.specialized.setdefault(size, {})[key] = compiled(unique[key], size)
     artifacts.kernels.start()
-    return pieces
+    return image, pieces
+
+
+def _log_own_code(image: ProgramImage, sizes: Collection[int]) -> None:
+    """Say for which sizes more is compiled than was asked for; warn of many."""
+    for why, many in Counter(map(image.general.broken_by, sizes)).items():
+        if why is not None:
+            logger.log(
+                logging.WARNING if many > _MANY_SIZES else logging.INFO,
+                "compile: code of its own for %s, since that for all needs %s; fewer "
+                "capture.sizes compile faster",
+                count(many, "capture size"),
+                why,
+            )
+
+
+_MANY_SIZES = 8
 
 
 def compile_piece(
@@ -166,8 +189,8 @@ def assemble(
     pieces: Mapping[str, CompiledPiece],
     env: BuildEnvironment,
 ) -> CompiledModel:
-    """Return what was made as a model, with what its pieces need; nothing of it is stored."""
-    model = CompiledModel(
+    """Return what was made as a model; nothing of it is stored."""
+    return CompiledModel(
         module=request.bundle.module,
         arguments=request.arguments,
         image=image,
@@ -177,9 +200,6 @@ def assemble(
         tensors={name: traced.tensors[name] for name in captured_tensors(traced)},
         ranks=env.ranks,
     )
-    for condition in dict.fromkeys(c for piece in pieces.values() for c in piece.assumes):
-        model = model.requiring(condition, BY_COMPILER)
-    return model
 
 
 def store_program(made: MadeProgram, found: ProgramLookup, env: BuildEnvironment) -> CompiledModel:

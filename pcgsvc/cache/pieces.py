@@ -80,8 +80,7 @@ class Pieces:
 
     def sized(self, image: ProgramImage) -> list[tuple[int, str]]:
         """Return (size, hash) of the pieces that a program has for exact sizes."""
-        sizes = self._config.compiler.specialize_sizes
-        return specialized(_compiled(image), image.predicate, sizes)
+        return specialized(image, self._config)
 
     def keys(self, image: ProgramImage) -> list[str]:
         """Return the keys of all pieces of a program."""
@@ -91,7 +90,7 @@ class Pieces:
         ]
 
     def _names(self, image: ProgramImage) -> list[tuple[int | None, str]]:
-        return [*((None, name) for name in _compiled(image)), *self.sized(image)]
+        return [*((None, name) for name in image.compiled), *self.sized(image)]
 
     def drop(self, image: ProgramImage, hashes: Collection[str]) -> None:
         """Delete stored pieces, for all sizes, since what they compute is wrong."""
@@ -127,7 +126,8 @@ class Pieces:
                     self.toolchain.unpack()
                 found = self._store.get_piece(key_of(facts))
                 if found.value is None:
-                    raise NoPieceError(f"piece {name[:12]}: {found.miss}")
+                    rows = "" if size is None else f" for {size} rows"
+                    raise NoPieceError(f"piece {name[:12]}{rows}: {found.miss}")
                 piece = self._load(name, found.value, document, size)
             group = pieces if size is None else sized.setdefault(size, {})
             group[name] = piece
@@ -265,11 +265,6 @@ class Pieces:
             return None
         data = blob.pack(form, self._folder.path, files)
         return key_of(facts) if self._store.put_piece(key_of(facts), data, facts=facts) else None
-
-
-def _compiled(image: ProgramImage) -> dict[str, Document]:
-    """Return the documents of the regions that run compiled, by hash."""
-    return {name: d for name, d in image.documents.items() if name not in image.uncompiled}
 
 
 def _direct_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -265,14 +265,19 @@ class Artifacts:
         return _Manifest(variants, companions)
 
     def _others(self, known: _Manifest, image: ProgramImage) -> Iterator[tuple[bytes, set[str]]]:
-        """Yield the variants of an entry that an image does not replace, and their pieces."""
+        """Yield the variants of an entry that an image does not replace, and their pieces.
+
+        Those that capture sizes have on their own are for the sizes of whoever stored them.
+        """
         for data in known.variants:
             try:
                 other = from_json(data)
             except CompileError:  # of another version of ours
                 continue
             if (other.guards, other.files) != (image.guards, image.files):
-                yield data, set(self.pieces.keys(other))
+                general = self.pieces.keys(replace(other, assumes={}))
+                own = filter(partial(self._store.has, Kind.PIECE), self.pieces.keys(other))
+                yield data, {*general, *own}
 
 
 def file_digest(place: str) -> str | None:

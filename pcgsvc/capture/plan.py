@@ -83,10 +83,7 @@ def plan_capture(request: Request, image: ProgramImage) -> CapturePlan:
         notes=[*resolution.reasons] if by_default else [],
     )
     for key in wanted:
-        size = key[1].num_tokens
-        is_known = config.capture.self_check or size in config.compiler.specialize_sizes
-        predicate = image.predicate.of_forward if is_known else image.predicate
-        broken = predicate.broken_by(size)
+        broken = image.predicate.broken_by(key[1].num_tokens)
         if broken is None:
             plan.entries.append(key)
         else:

@@ -99,9 +99,8 @@ class _HostReads(TorchFunctionMode):
             why = "a list as index is fresh host data, copied to the device"
         if why is not None:
             raise _forbidden(getattr(func, "__name__", str(func)), why)
-        if func is F.one_hot and (classes := _classes(*args, **kwargs)) is not None:
-            x = args[0] if args else kwargs["tensor"]
-            return (x[..., None] == torch.arange(classes, device=x.device)).long()
+        if func is F.one_hot and (classes := _classes(*args, **kwargs)) >= 0:  # reads on the CPU
+            return (args[0][..., None] == torch.arange(classes, device=args[0].device)).long()
         return func(*args, **kwargs)
 
 
@@ -112,9 +111,8 @@ def _has_list(index: Any) -> bool:
     )
 
 
-def _classes(tensor: torch.Tensor, num_classes: int = -1) -> int | None:
-    """Return the classes of a `one_hot` that reads no values where the device is not the CPU."""
-    return num_classes if num_classes >= 0 else None
+def _classes(_: torch.Tensor, num_classes: int = -1) -> int:
+    return num_classes
 
 
 class _Recorder(torch_private.RecordingMode):

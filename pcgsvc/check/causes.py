@@ -203,7 +203,7 @@ def _without_graphs(row: Mapping[str, Any], trial: Trial) -> str | None:
         return draws_random(trial.model.image)
     if (found := unsteady(trial, step)) is not None:
         return found
-    if trial.model.predicate.broken_by(step.rows) is None and program_differs(trial, step):
+    if trial.model.refuses(step.rows) is None and program_differs(trial, step):
         return COMPILER if trial.config.compiler.name is Compiler.INDUCTOR else BAKED_IN
     return None
 

@@ -116,7 +116,7 @@ def _sizes(config: Config, model: CompiledModel) -> list[int]:
     """
     captured = [size for size in config.capture.final_sizes if size > 1] or [2]
     sizes = sorted({captured[0], captured[-1], *model.program.exact_sizes} - {1})
-    return [size for size in sizes if model.predicate.broken_by(size) is None]
+    return [size for size in sizes if model.refuses(size) is None]
 
 
 def _mended(

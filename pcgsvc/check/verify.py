@@ -186,7 +186,7 @@ def refusal(
 
 def _differs_at_one_row(trial: Trial) -> bool:
     """Whether the module must run a single row itself, of which the predicate is silent."""
-    if trial.model.predicate.broken_by(1) is not None:
+    if trial.model.refuses(1) is not None:
         return False
     try:
         return program_differs(trial, trial.step(1)) is not None
@@ -196,7 +196,6 @@ def _differs_at_one_row(trial: Trial) -> bool:
 
 def _invalid(table: GraphTable, predicate: SizePredicate) -> dict[EntryKey, str]:
     """Return why entries cannot serve the size that they were captured for."""
-    predicate = predicate.of_forward
     broken = {key: predicate.broken_by(key[1].num_tokens) for key in table.entries}
     return {key: f"the graph is not valid for it: {why}" for key, why in broken.items() if why}
 
@@ -440,7 +439,7 @@ class _Check(Trial):
         low = max(max(smaller, default=0) // step + 1, -(-fewest // step))
         most = max(low, descriptor.num_tokens // step - 1)
         counts: Sequence[int] = range(low * step, most * step + 1, step)
-        predicate = self.model.predicate.of_forward
+        predicate = self.model.predicate
         if predicate.conditions:  # the module runs other row counts itself
             counts = [n for n in counts if predicate.broken_by(n) is None]
         return counts or [descriptor.num_tokens // step * step]

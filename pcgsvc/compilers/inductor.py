@@ -7,7 +7,6 @@ load only what is trusted). Knows nothing of capture or the disk.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -146,8 +145,9 @@ def compile_piece(
         with torch.no_grad():
             artifact = torch_private.inductor_compile(module, inputs, options)
     except Exception as error:
+        rows = "" if size is None else f" for {size} rows"
         raise CompileError(
-            f"{piece.name}: inductor cannot compile it ({type(error).__name__}: {error}). "
+            f"{piece.name}: inductor cannot compile it{rows} ({type(error).__name__}: {error}). "
             "compiler=eager runs it as it is."
         ) from error
     baked = () if size is None else baked_inputs(piece.document or {})
@@ -160,15 +160,10 @@ def compile_piece(
     return compiled
 
 
-_DIFFERS = re.compile(r"[^<>=!&|]+ != [^<>=!&|]+")
-
-
 def _assumed(piece: Piece, shape_env: Any, symbol: Any) -> list[str]:
     """Return what compiled code assumes of the row count, which nothing compares when it is called.
 
-    torch notes it as guards of the trace, each once: what earlier pieces assume is among them. Not
-    that the row count differs from a number: code that takes two sizes for different is right where
-    they are equal, and is found where they are asked for to be faster.
+    torch notes it as guards of the trace, each once: what earlier pieces assume is among them.
 
     Raises:
         CompileError: that it is the one of the trace.
@@ -181,8 +176,7 @@ def _assumed(piece: Piece, shape_env: Any, symbol: Any) -> list[str]:
             "that: write to x[:, 0] instead. compiler=eager runs it as it is."
         )
     traced = (piece.document or {}).get("assumes", ())
-    found = torch_private.size_conditions(shape_env, symbol)
-    return [c for c in found if c not in traced and not _DIFFERS.fullmatch(c)]
+    return [c for c in torch_private.size_conditions(shape_env, symbol) if c not in traced]
 
 
 def _add_output(module: torch.fx.GraphModule) -> None:

@@ -1,34 +1,42 @@
-"""`compiler.specialize_sizes`: a piece for one exact row count, every shape a plain number.
+"""A piece for one exact row count, every shape a plain number.
 
-In: a region and a size. Out: its graph with the row count put in, and which stored pieces want such
-a twin. Knows nothing of how the graph is compiled or stored.
+In: a region and a size. Out: its graph with the row count put in; and which regions of a program
+want such a twin, by `compiler.specialize_sizes`, or since a captured size breaks what their code
+for all sizes assumes. Knows nothing of how a graph is compiled or stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from pcgsvc import torch_private
+from pcgsvc.config import Config, captures
 from pcgsvc.forward.specs import SizePredicate, value_at
+from pcgsvc.program.image import ProgramImage
 from pcgsvc.program.pieces import Piece, graph_module
 from pcgsvc.trace.rows import Document
 
 
-def specialized(
-    documents: Mapping[str, Document], predicate: SizePredicate, sizes: Iterable[int]
-) -> list[tuple[int, str]]:
-    """Return (size, hash) of every piece that is compiled for an exact size as well.
+def specialized(image: ProgramImage, config: Config) -> list[tuple[int, str]]:
+    """Return (size, hash) of every region that is compiled for an exact size as well.
 
-    Args:
-        documents: the unique regions by hash.
-        predicate: a size that breaks it is served by no artifact at all.
-        sizes: as configured.
+    That is every region at the sizes that are configured, and at other captured ones those whose
+    code for all sizes is not valid for them. A size for which the trace is not has none.
     """
-    valid = [size for size in sizes if predicate.of_forward.broken_by(size) is None]
-    return [(size, h) for size in valid for h, d in documents.items() if _depends(d)]
+    asked = config.compiler.specialize_sizes
+    captured = config.capture.final_sizes if captures(config) else []
+    assumed = {h: SizePredicate(conditions) for h, conditions in image.assumes.items()}
+    return [
+        (size, h)
+        for size in sorted({*asked, *captured})
+        if image.predicate.broken_by(size) is None
+        for h, document in image.compiled.items()
+        if size in asked or (h in assumed and assumed[h].broken_by(size) is not None)
+        if _depends(document)
+    ]
 
 
 def baked_inputs(document: Document) -> tuple[int, ...]:

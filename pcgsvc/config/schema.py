@@ -186,8 +186,9 @@ class CompilerConfig:
     none."""
     specialize_sizes: Sizes = field(default_factory=list)
     """Capture sizes for which every region is compiled once more, with that size put in; the
-    general artifact serves all others. Positive, without repetition. Empty: none, or those up to
-    16 with the pass `gemv` on CUDA."""
+    general artifact serves all others, but for those that break what the compiler assumed of the
+    row count for it: they get their own in any case. Positive, without repetition. Empty: none, or
+    those up to 16 with the pass `gemv` on CUDA."""
     on_mismatch: OnMismatch = OnMismatch.ERROR
     """When a cold build finds that a compiled region computes something else than its ops: `error`,
     or `eager`, which runs that region uncompiled, with a warning."""

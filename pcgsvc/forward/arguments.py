@@ -316,7 +316,7 @@ def checked(make_inputs: MakeInputs, specs: Sequence[InputSpec]) -> MakeInputs:
             value, shape = made.get(spec.name), spec.shape(rows)
             if not isinstance(value, torch.Tensor):
                 raise ConfigError(f"make_inputs: {spec.name!r} is {value!r}, no tensor.")
-            if list(value.shape) != shape or value.dtype != spec.example.dtype:
+            if not spec.fits(value, rows):
                 raise ConfigError(
                     f"make_inputs: {spec.name!r} for {rows} rows is {value.dtype} of shape "
                     f"{list(value.shape)}; {spec.example.dtype} of shape {shape} is needed."

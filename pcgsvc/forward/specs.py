@@ -5,9 +5,9 @@ In: nothing. Out: types that all later rooms read.
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
@@ -44,6 +44,11 @@ class InputSpec:
     def shape(self, rows: int) -> list[int]:
         """Return the input's shape for a row count."""
         return [rows if d in self.dims else n for d, n in enumerate(self.example.shape)]
+
+    def fits(self, value: Any, rows: int) -> bool:
+        """Whether a value is a tensor of the input's dtype and of its shape for a row count."""
+        of_kind = isinstance(value, torch.Tensor) and value.dtype == self.example.dtype
+        return of_kind and list(value.shape) == self.shape(rows)
 
     @cached_property
     def order(self) -> list[int]:
@@ -133,11 +138,15 @@ def value_at(source: int | str | CodeType, size: int) -> int:
     """Return what a number, or Python source over the row count `s`, gives for `size` rows."""
     if isinstance(source, int):
         return source
-    return int(eval(source, {"s": size, "max": max, "min": min, "abs": abs, "__builtins__": {}}))
+    return int(eval(source, {"s": size, **_NAMES}))
 
 
-BY_COMPILER = "the compiler"
-"""Where a condition is from that generated code has, and the forward has not."""
+_NAMES: dict[str, Any] = {
+    **{f.__name__: f for f in (abs, float, max, min, round)},
+    "math": math,
+    "__builtins__": {},
+}
+"""What the sources are written with."""
 
 
 @dataclass(frozen=True)
@@ -149,16 +158,11 @@ class SizePredicate:
     origins: tuple[str, ...] = ()
     """The user's line behind each condition, or an empty string."""
 
-    @cached_property
-    def of_forward(self) -> SizePredicate:
-        """Without the compiler's conditions: for sizes at which results are compared.
-
-        A compiler chooses by the row count of the trace, and may note as a condition what makes
-        code faster, not right: its own say nothing where the results have been seen.
-        """
-        pairs = itertools.zip_longest(self.conditions, self.origins, fillvalue="")
-        kept = [pair for pair in pairs if pair[1] != BY_COMPILER]
-        return SizePredicate(tuple(c for c, _ in kept), tuple(o for _, o in kept))
+    def requiring(self, conditions: Iterable[str], origin: str) -> SizePredicate:
+        """Return a predicate of more conditions, all of one origin."""
+        added = tuple(conditions)
+        origins = (*self.origins, *[origin] * len(added))
+        return SizePredicate((*self.conditions, *added), origins)
 
     @cached_property
     def _codes(self) -> list[CodeType]:
@@ -167,7 +171,11 @@ class SizePredicate:
     def broken_by(self, size: int) -> str | None:
         """Return the first condition on `rows` that `size` breaks, with its origin, or None."""
         for at, condition in enumerate(self.conditions):
-            if not value_at(self._codes[at], size):
+            try:
+                holds = value_at(self._codes[at], size)
+            except (ArithmeticError, ValueError):  # a remainder by zero, a root of a negative
+                holds = False
+            if not holds:
                 origin = self.origins[at] if at < len(self.origins) else ""
                 words = re.sub(r"\bs\b", "rows", condition)
                 return f"{words}{f' (from {origin})' if origin else ''}"

@@ -175,14 +175,17 @@ def _load_all(program: ProgramInfo, store: Store) -> str | None:
 
 
 def _stored_settings(facts: Mapping[str, Any], device: torch.device) -> Config:
-    """Return a config that compiles as the one did that a program was stored with."""
+    """Return a config that compiles as the one did that a program was stored with.
+
+    It captures nothing: for which sizes that one did is not known.
+    """
     own: dict[str, Any] = {"options": {}}
     for name, value in facts.items():
         if name.startswith("config.compiler.options."):
             own["options"][name.removeprefix("config.compiler.options.")] = value
         elif name.startswith("config.compiler.") and name != "config.compiler.options":
             own[name.removeprefix("config.compiler.")] = value
-    return resolve(from_dict({"compiler": own}), device_type=device.type)
+    return resolve(from_dict({"compiler": own, "mode": "none"}), device_type=device.type)
 
 
 def _clear(config: Config, store: Store) -> Iterator[str]:

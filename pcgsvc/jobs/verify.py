@@ -258,7 +258,8 @@ def _steps(runner: Runner, trial: Trial) -> list[Step]:
     rng, samples = random.Random(trial.config.seed), trial.samples
     sizes = sorted(set(runner.table.sizes)) or trial.config.capture.final_sizes
     between = ((low + 1, rng.randint(low + 1, size), size) for low, size in pairwise([0, *sizes]))
-    counts = sorted({n for three in between for n in three if runner.dispatch.is_valid(n)})
+    broken_by = runner.model.predicate.broken_by
+    counts = sorted({n for three in between for n in three if broken_by(n) is None})
     query_len, steps = trial.config.capture.uniform_query_len, list[Step]()
     for rows in counts * 2:
         steps.append(trial.step(rows))

@@ -140,7 +140,7 @@ def compile_submodules(
             specs, constants = _specs(name, one.arguments[name], other.arguments[name])
             traced = trace(module.get_submodule(name), specs, constants)
             forwards[name] = _forward(
-                module.get_submodule(name), traced, specs, made, compile_piece
+                module.get_submodule(name), traced, specs, constants, made, compile_piece
             )
         except (PcgError, KeyError) as error:
             text = str(error).split("\n")[0]
@@ -170,9 +170,11 @@ def _forward(
     sub: torch.nn.Module,
     traced: TracedGraph,
     specs: Sequence[InputSpec],
+    constants: Mapping[str, Any],
     made: dict[str, CompiledPiece],
     compile_piece: Callable[[Piece], CompiledPiece],
 ) -> Callable[..., Any]:
+    """Return a submodule's compiled forward, which runs its own where the trace is not valid."""
     plan = partition_fx(traced, [])
     for key, piece in plan.unique().items():
         if key not in made:
@@ -188,10 +190,17 @@ def _forward(
     )
     rows = [(spec.name, dim) for spec in specs for dim in spec.dims]
     named = {spec.name: spec for spec in specs}
+    assumed = (condition for key in plan.unique() for condition in made[key].assumes)
+    predicate = traced.predicate.requiring(assumed, "the compiler")
+    fixed, plain = {name: (type(v), v) for name, v in constants.items()}, sub.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        size = next((given[name].shape[dim] for name, dim in rows), 0)
+        size = next((given[name].shape[dim] for name, dim in rows if name in given), 0)
+        fits = all(spec.fits(given.get(name), size) for name, spec in named.items())
+        others = {name: (type(v), v) for name, v in given.items() if name not in named}
+        if not fits or others != fixed or predicate.broken_by(size) is not None:
+            return plain(*args, **kwargs)
         laid_out = {name: spec.laid_out(given[name]) for name, spec in named.items()}
         values = [
             size if b.kind == "size" else (laid_out if b.kind == "input" else tensors)[b.name]

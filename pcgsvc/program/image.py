@@ -13,6 +13,7 @@ import types
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
@@ -65,6 +66,7 @@ class ProgramImage:
     constants: dict[int, Any]
     """Leaves of the result that are no tensors."""
     predicate: SizePredicate
+    """Which row counts the trace is valid for."""
     mutated: tuple[str, ...]
     """Parameters and buffers that the program writes to."""
     pieces: tuple[PieceInfo, ...]
@@ -91,8 +93,21 @@ class ProgramImage:
     """How many guards tracing recorded."""
     uncompiled: dict[str, str] = field(default_factory=dict)
     """Regions that run as their own ops, by hash: what the compiler got wrong in them."""
+    assumes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What the compiled code of a region assumes of the row count beyond `predicate`, by hash."""
     live_tree: ResultTree | None = field(default=None, compare=False, repr=False)
     """The nesting itself, where the program was traced in this process."""
+
+    @cached_property
+    def compiled(self) -> dict[str, Document]:
+        """The documents of the regions that run compiled, by hash."""
+        return {h: d for h, d in self.documents.items() if h not in self.uncompiled}
+
+    @cached_property
+    def general(self) -> SizePredicate:
+        """Which row counts the code that is compiled for all of them is valid for."""
+        assumed = dict.fromkeys(c for h in self.compiled for c in self.assumes.get(h, ()))
+        return self.predicate.requiring(assumed, "the compiler")
 
     def count(self, kind: Kind) -> int:
         """Return how many pieces are of a kind."""

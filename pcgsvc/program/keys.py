@@ -17,7 +17,7 @@ from pcgsvc.config import Config, to_dict
 from pcgsvc.config.settings import key_reason
 from pcgsvc.version import __version__
 
-FORMAT = 6
+FORMAT = 7
 """Counts up when what is stored changes its meaning."""
 
 

@@ -106,8 +106,13 @@ class CompiledModel:
 
     @property
     def predicate(self) -> SizePredicate:
-        """Which row counts the program is valid for."""
+        """Which row counts the trace is valid for."""
         return self.image.predicate
+
+    def refuses(self, rows: int) -> str | None:
+        """Return the condition for which the program cannot run so many rows, or None."""
+        exact = rows in self.program.exact_sizes
+        return (self.predicate if exact else self.image.general).broken_by(rows)
 
     @property
     def mutated(self) -> tuple[str, ...]:
@@ -136,8 +141,7 @@ class CompiledModel:
 
     def requiring(self, condition: str, origin: str) -> CompiledModel:
         """Return the same model, valid only for row counts `s` that satisfy one more condition."""
-        old = self.predicate
-        predicate = SizePredicate((*old.conditions, condition), (*old.origins, origin))
+        predicate = self.predicate.requiring([condition], origin)
         return replace(self, image=replace(self.image, predicate=predicate))
 
     def run_module(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

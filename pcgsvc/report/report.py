@@ -42,7 +42,7 @@ def program_report(
         "mode": _mode_section(plan.resolution),
         "partition": _partition_section(request.config.partition.strategy.value, image),
         "guards": {
-            "size_conditions": list(image.predicate.conditions),
+            "size_conditions": list(image.general.conditions),
             "num_recorded": image.num_guards,
             "num_reread": len(image.guards),
         },
@@ -118,6 +118,7 @@ def compile_section(
         seconds: of the phases.
     """
     times = {"warmup": table.warmup_seconds, "capture": table.capture_seconds}
+    exact = model.program.exact_sizes
     return {
         "compiler": compiler_of(request),
         "start": model.start,
@@ -125,7 +126,12 @@ def compile_section(
         "num_compiled": model.counts.compiled,
         "num_loaded": model.counts.loaded,
         "num_kernels": model.program.num_kernels(),
-        "exact_sizes": model.program.exact_sizes,
+        "exact_sizes": exact,
+        "exact_reasons": [
+            {"size": size, "reason": f"code for all sizes needs {broken}"}
+            for size in exact
+            if (broken := model.image.general.broken_by(size)) is not None
+        ],
         "uncompiled": list(model.image.uncompiled.values()),
         "seconds": {**seconds, **times},
     }

@@ -153,6 +153,8 @@ def _compile(out: Console, report: dict[str, Any]) -> None:
     done = f"{compile_['num_compiled']} compiled, {compile_['num_loaded']} loaded"
     if compile_.get("exact_sizes"):
         done += f"; for exactly {', '.join(map(str, compile_['exact_sizes']))} rows as well"
+        reasons = dict.fromkeys(row["reason"] for row in compile_.get("exact_reasons", []))
+        done += f" ({'; '.join(reasons)})" if reasons else ""
     if compile_.get("uncompiled"):
         done += f"; uncompiled: {'; '.join(compile_['uncompiled'])}"
     if report["config"]["job"] == "plan":

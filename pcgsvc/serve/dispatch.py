@@ -67,8 +67,10 @@ class DispatchTable:
         max_reqs: int,
         skipped: dict[int, str],
         predicate: SizePredicate = _ANY_SIZE,
+        for_all: SizePredicate = _ANY_SIZE,
     ) -> None:
-        self._resolution, self._predicate = resolution, predicate
+        self._resolution = resolution
+        self._predicate, self._for_all = predicate, for_all
         self._query_len, self._max_padding = uniform_query_len, max_padding
         self._max_reqs = max_reqs
         self._skipped = skipped
@@ -87,13 +89,13 @@ class DispatchTable:
             size = key[1].num_tokens
             fewest = fewest_rows(size, self._max_padding)
             rows = range(len(found), size + 1)
-            valid = (n >= fewest and self._predicate.of_forward.broken_by(n) is None for n in rows)
+            valid = (n >= fewest and self._predicate.broken_by(n) is None for n in rows)
             found += [key if is_valid else None for is_valid in valid]
         return found
 
     def is_valid(self, num_tokens: int) -> bool:
         """Whether the program may run a row count without a graph; else the module itself must."""
-        return not self._predicate.conditions or self._predicate.broken_by(num_tokens) is None
+        return self._for_all.broken_by(num_tokens) is None
 
     def is_uniform(self, query_lens: Sequence[int]) -> bool:
         """Whether every request has exactly the uniform number of new tokens."""
@@ -121,6 +123,8 @@ class DispatchTable:
             if uniform and not key.uniform and num_tokens < len(self._uniform):
                 far = next(k for k in self._uniform[num_tokens:] if k is not None)
                 reason += f"; for uniform batches {self._too_far(far[1].num_tokens)}"
+            if (broken := self._for_all.broken_by(key.num_tokens)) is not None:
+                reason += f"; compiled on its own, since code for all sizes needs {broken}"
             return Dispatch(mode, key, reason)
         batch = BatchDescriptor(num_tokens, num_reqs, uniform)
         return Dispatch(NONE, batch, self.why_none(num_tokens, num_reqs, uniform))
@@ -128,7 +132,7 @@ class DispatchTable:
     def why_none(self, num_tokens: int, num_reqs: int, uniform: bool) -> str:
         """Return why no entry serves a batch."""
         reason = self._why_none(num_tokens, num_reqs, uniform)
-        broken = self._predicate.broken_by(num_tokens)
+        broken = self._for_all.broken_by(num_tokens)
         if broken is not None:
             reason += f"; run by the module itself, since the traced graph needs {broken}"
         return reason

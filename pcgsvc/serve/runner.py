@@ -64,6 +64,7 @@ class Runner:
             max_reqs=memory.max_reqs,
             skipped=table.skipped,
             predicate=model.predicate,
+            for_all=model.image.general,
         )
         self.blocks = None if memory.geometry is None else BlockAllocator(memory.geometry)
         """The KV blocks that callers may use; None for models without attention."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from pcgsvc import torch_private
-from pcgsvc.errors import TraceError
+from pcgsvc.errors import PcgError, TraceError
 from pcgsvc.forward.objects import tensors_of
 from pcgsvc.forward.specs import InputSpec
 from pcgsvc.forward.state import Attributes
@@ -88,7 +88,9 @@ def _trace_at(
                 lambda graph, inputs: hook[0].backend(graph, inputs),
                 lambda guards: hook[0].guard_sink(guards),
             )
-    except torch_private.dynamo_errors() as error:
+    except Exception as error:
+        if isinstance(error, PcgError) or not torch_private.is_dynamo_error(error):
+            raise
         names = [spec.name for spec in inputs]
         raise TraceError(capture.refusal or _explain(error, names)) from error
     finally:

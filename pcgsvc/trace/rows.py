@@ -309,7 +309,7 @@ def _is_word(name: Any) -> bool:
 
 def _is_method(name: str) -> bool:
     public = not name.startswith("_") or name in _OPERATORS
-    return public and _is_word(name) and hasattr(torch.Tensor, name)
+    return (public and _is_word(name) and hasattr(torch.Tensor, name)) or name == "__round__"
 
 
 _OPERATORS = {n for n in vars(operator) if n.startswith("__") and n in vars(torch.Tensor.__base__)}
