@@ -23,6 +23,7 @@ import re
 import sys
 import textwrap
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -221,7 +222,14 @@ FORMS = [
     *_forms("scatter", "{a}.masked_fill_({b} > 0, 0)", writes=True),
     *_forms("scatter", "{a}.index_copy_(1, ids.new_zeros(1), {b}[:, 2:3] * 1)", writes=True),
     *_forms("scatter", "{a}[:, 1:].copy_({b}[:, :3] * 1)", writes=True),
-    *_forms("scatter", "{a}[torch.arange(x.shape[0], device=x.device), ids % 4] = 1", writes=True),
+    *_forms("scatter", "{a}[{b} > 1] = 0", "{a}[{b}[:, 0] > 1] = 2", writes=True),
+    *_forms("features", "{v} = {a} + F.one_hot(ids % 4, 4)"),
+    *_forms("number scattered", "{a}[ids[:1] * 0, ids[:1] % 4] = 1", writes=True),
+    *_forms(
+        "number scattered",
+        "{a}[torch.arange(x.shape[0], device=x.device), ids % 4] = 1",
+        writes=True,
+    ),
     *_forms("view", "{v} = {a}.narrow(1, 0, 4)", "{v} = {a}[None][0]", aliases=True),
     *_forms("view", "{v} = torch.stack([{a}, {b}], 1)[:, 0]"),
     *_forms("view", "{v} = {a}.movedim(0, 1).movedim(0, 1)", aliases=True),
@@ -283,7 +291,7 @@ FORMS = [
 
 RARE = ("padding in rows", "padding in state", "input written", "size to an op")
 """Nearly always refused, and right so."""
-HOST_DATA = ("host data", "list as index", "number copied")
+HOST_DATA = ("host data", "list as index", "number copied", "number scattered")
 """Lifted out of the graph by a trace; `breakable` has none, and CUDA captures no such copies."""
 
 OFTEN = {"in-place": 3.0, "view": 2.0, "split": 1.5}
@@ -513,6 +521,7 @@ REASONS = {
     ", at capture it gave ": {"aliasing split"},
     "or a view of it, which the schema does not say": {"aliasing split"},
     "so the compiler left them out": _SPLITS,
+    "inductor cannot compile it": {"bits"},
     "The compiler changed the order": _SPLITS,
     " share memory (": {"aliasing split", "in-place", "view", "transposed"},
     "non-contiguous `out=` tensor": {"out="},
@@ -591,7 +600,8 @@ def try_model(
         passes: `compiler.passes`.
         device: of model and calls.
     """
-    with _module(drawn, folder) as module, _under(drawn.strategy):
+    with _module(drawn, folder) as module, _under(drawn.strategy), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Torchinductor does not support code generation for")
         module.TABLE = module.TABLE.to(device)
         model = module.Model(device).eval().requires_grad_(False)
         alone = copy.deepcopy(model)

@@ -40,6 +40,16 @@ def _write_elements(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + module.state.sum() + module.seen.sum()
 
 
+def _write_picked(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    h, rows = x.clone(), torch.arange(x.shape[0], device=x.device)
+    h[rows, (x[:, 0] > 0).long()] = 3
+    h[rows[:1]] = 0.5
+    h[:, x[0] > 9] = 7  # filled
+    counts = (x * 8).to(torch.uint8)
+    counts[:, [0]] = 200
+    return h + counts
+
+
 FORMS: dict[str, tuple[Forward, int]] = {
     "tensor": (lambda _, x: x + torch.tensor([1.0] * WIDTH, device=x.device), 1),
     "tensor of one number": (lambda _, x: x * torch.tensor(3.5), 1),
@@ -55,6 +65,7 @@ FORMS: dict[str, tuple[Forward, int]] = {
     "the same list twice": (lambda _, x: x[:, [0, 2]] + x.sin()[:, [0, 2]], 1),
     "columns written": (_write_columns, 3),
     "elements written": (_write_elements, 4),
+    "picked elements written": (_write_picked, 4),
 }
 """Each with the number of tensors that it needs."""
 

@@ -82,6 +82,12 @@ def test_what_cuda_would_refuse_in_a_segment_is_refused(name: str) -> None:
     assert rows(3).sum().item() == rows(3).sum().item()  # the modes are gone
 
 
+def set_item(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    made = x.clone()
+    made[index] = value
+    return made
+
+
 ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
     "shapes": lambda x: x.view(-1)[: x.shape[0]],
     "where": lambda x: torch.where(x > 0, x, 0),
@@ -92,6 +98,9 @@ ALLOWED: dict[str, Callable[[torch.Tensor], Any]] = {
     ),
     "full": lambda x: torch.full((2,), 3.0),
     "topk": lambda x: x.topk(2)[0],
+    "number written by a mask": lambda x: set_item(x, x > 0, 2.0),
+    "number written by a mask of rows": lambda x: set_item(x, x[:, 0] > 0, 2),
+    "number written by a mask of columns": lambda x: set_item(x, (slice(None), x[0] > 0), True),
     "one_hot": lambda x: F.one_hot((x > 0).long(), 2),
     "one_hot by name": lambda x: F.one_hot((x > 0).long(), num_classes=3),
 }

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.overrides import TorchFunctionMode
 
 from pcgsvc import torch_private
 from pcgsvc.capture.sources import Comparison, Step
 from pcgsvc.cuda_driver import Launch
 from pcgsvc.errors import CaptureError
-from pcgsvc.ops.breaks import HOST_READS
+from pcgsvc.ops.breaks import HOST_READS, without_reads
 from pcgsvc.program.program import CompiledPiece
 
 _SYNCS = {
@@ -99,8 +98,7 @@ class _HostReads(TorchFunctionMode):
             why = "a list as index is fresh host data, copied to the device"
         if why is not None:
             raise _forbidden(getattr(func, "__name__", str(func)), why)
-        if func is F.one_hot and (classes := _classes(*args, **kwargs)) >= 0:  # reads on the CPU
-            return (args[0][..., None] == torch.arange(classes, device=args[0].device)).long()
+        func, args, kwargs = without_reads(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -109,10 +107,6 @@ def _has_list(index: Any) -> bool:
     return isinstance(index, list) or (
         isinstance(index, tuple) and any(isinstance(i, (list, tuple)) for i in index)
     )
-
-
-def _classes(_: torch.Tensor, num_classes: int = -1) -> int:
-    return num_classes
 
 
 class _Recorder(torch_private.RecordingMode):

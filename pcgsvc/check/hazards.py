@@ -29,7 +29,7 @@ from pcgsvc.forward.process import build_modes
 from pcgsvc.forward.request import Request, make_samples, make_workspace
 from pcgsvc.forward.results import tensors_in
 from pcgsvc.forward.state import Attributes, same_bits, state_kept
-from pcgsvc.ops.breaks import handle_breaks
+from pcgsvc.ops.breaks import handle_breaks, without_reads
 from pcgsvc.ops.context import use_context
 from pcgsvc.trace.sources import line_that_sets, made_permanent
 
@@ -235,7 +235,8 @@ class _Functions(TorchFunctionMode):
         if (why := HOST_FUNCTIONS.get(func)) is not None:
             kind = "host data" if func in HOST_DATA else "host read"
             self._ops.note(kind, f"{func.__name__}: {why}")
-        return func(*args, **(kwargs or {}))
+        func, args, kwargs = without_reads(func, args, kwargs or {})
+        return func(*args, **kwargs)
 
 
 class _Out(io.TextIOBase):

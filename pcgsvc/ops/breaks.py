@@ -1,7 +1,8 @@
 """Breaks that are Python functions: `eager_break`, for models that are not traced.
 
 In: a function that works in place on tensors it is given. Out: the function, which ends the segment
-that is being captured whenever it is called. Knows nothing of how segments are captured.
+that is being captured whenever it is called. Also what no graph can hold, and the words for it.
+Knows nothing of how segments are captured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import contextvars
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
+
+import torch
 
 from pcgsvc.errors import ConfigError, TraceError
 
@@ -119,3 +122,41 @@ def handle_breaks(handler: BreakHandler | None) -> Iterator[None]:
         yield
     finally:
         _HANDLER.reset(token)
+
+
+# ---- values that the CPU alone reads -------------------------------------------------------------
+
+Call = tuple[Callable[..., Any], Any, dict[str, Any]]
+
+
+def without_reads(func: Any, args: Any, kwargs: dict[str, Any]) -> Call:
+    """Return a call that does the same, for one that reads values on the CPU and not on CUDA."""
+    if func is torch.nn.functional.one_hot and (classes := _classes(*args, **kwargs)) >= 0:
+        return _one_hot, (args[0], classes), {}
+    if func is torch.Tensor.__setitem__ and type(args[2]) in (bool, int, float):
+        mask = _whole_mask(args[0], args[1])
+        if mask is not None:
+            return torch.Tensor.masked_fill_, (args[0], mask, args[2]), {}
+    return func, args, kwargs
+
+
+def _classes(_: torch.Tensor, num_classes: int = -1) -> int:
+    return num_classes
+
+
+def _one_hot(x: torch.Tensor, classes: int) -> torch.Tensor:
+    return (x[..., None] == torch.arange(classes, device=x.device)).long()
+
+
+def _whole_mask(x: torch.Tensor, index: Any) -> torch.Tensor | None:
+    """Return the mask of an index of one mask and whole dimensions, as one of `x`'s dimensions."""
+    items = index if isinstance(index, tuple) else (index,)
+    places = [at for at, item in enumerate(items) if isinstance(item, torch.Tensor)]
+    if len(places) != 1 or any(i != slice(None) for i in items if not isinstance(i, torch.Tensor)):
+        return None
+    at, mask = places[0], items[places[0]]
+    if mask.dtype is not torch.bool or not mask.dim() or x.shape[at:][: mask.dim()] != mask.shape:
+        return None
+    after = x.dim() - at - mask.dim()
+    shaped: torch.Tensor = mask[(None,) * at + (...,) + (None,) * after]
+    return shaped

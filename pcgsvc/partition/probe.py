@@ -31,6 +31,7 @@ from pcgsvc.ops.breaks import (
     handle_breaks,
     higher_order_refusal,
     host_reads_refused,
+    without_reads,
 )
 from pcgsvc.ops.collectives import COLLECTIVES, FOREIGN
 from pcgsvc.ops.context import use_context
@@ -240,7 +241,8 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("scaled_dot_product_attention", "multi_head_attention_forward"):
             self._run.attention.add(name)
-        return func(*args, **(kwargs or {}))
+        func, args, kwargs = without_reads(func, args, kwargs or {})
+        return func(*args, **kwargs)
 
 
 class _Tee(io.TextIOBase):

@@ -7,6 +7,7 @@ each call: a graph cannot hold that copy, nor need it, since they never change.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ LITERAL = "literal"
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 Place = Callable[[str, torch.Tensor], torch.fx.Node]
 """Returns the graph input for a name and its tensor."""
-_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_KINDS = (bool, int, float)
+_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def literal(name: str, device: torch.device) -> torch.Tensor:
@@ -33,7 +35,7 @@ def literal(name: str, device: torch.device) -> torch.Tensor:
     try:
         numbers, dtype = json.loads(name)
         return torch.tensor(numbers, dtype=getattr(torch, dtype), device=device)
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RuntimeError):
         raise CompileError(f"program: {name!r} says no numbers and dtype.") from None
 
 
@@ -63,7 +65,7 @@ def _lift_made(
     value = node.meta["example_value"]
     numbers = node.args[0] if len(node.args) == 1 else None
     same = value.device == device and not value.requires_grad and not node.all_input_nodes
-    if not same or not all(type(n) in _DTYPES for n in _leaves(numbers)):
+    if not same or not all(type(n) in _KINDS for n in _leaves(numbers)):
         return
     lifted = place(*_literal(numbers, value.dtype, device))
     with graph.inserting_before(node):
@@ -74,7 +76,11 @@ def _lift_made(
 
 
 def _lift_index(node: torch.fx.Node, device: torch.device, place: Place) -> None:
-    """Replace the lists of an index, and a number that is assigned to a single element."""
+    """Replace the lists of an index, and a number that is assigned to what they pick.
+
+    To a single element as well; what slices pick is filled without a copy, and so is what truth
+    values do.
+    """
     indexed = node.args[0].meta.get("example_value")  # type: ignore[union-attr]
     if not isinstance(indexed, torch.Tensor) or indexed.device != device:
         return
@@ -85,10 +91,19 @@ def _lift_index(node: torch.fx.Node, device: torch.device, place: Place) -> None
     lifted = [place(*_literal(i, torch.int64, device)) if _is_list(i) else i for i in items]
     if lifted != list(items):
         node.update_arg(1, tuple(lifted))
-    is_element = len(items) == indexed.dim() and all(type(i) is int for i in items)
-    if is_element and node.target is operator.setitem and type(node.args[2]) in _DTYPES:
-        number = node.args[2]
-        node.update_arg(2, place(*_literal(number, _DTYPES[type(number)], device)))
+    number: Any = node.args[2] if node.target is operator.setitem else None
+    if type(number) in _KINDS and _copies_number(lifted, indexed.dim()):
+        with contextlib.suppress(CompileError):  # the assignment raises what is wrong
+            node.update_arg(2, place(*_literal(number, indexed.dtype, device)))
+
+
+def _copies_number(index: list[Any], dims: int) -> bool:
+    """Whether torch copies a number that is assigned to this index, rather than fills with it."""
+    values = [i.meta.get("example_value") if isinstance(i, torch.fx.Node) else i for i in index]
+    if len(values) == dims and all(isinstance(v, (int, torch.SymInt)) for v in values):
+        return not any(isinstance(v, bool) for v in values)
+    picked = [v.dtype for v in values if isinstance(v, torch.Tensor)]
+    return bool(picked) and all(dtype in _NUMBERS for dtype in picked)
 
 
 def _literal(numbers: Any, dtype: torch.dtype, device: torch.device) -> tuple[str, torch.Tensor]:
