@@ -283,6 +283,17 @@ def symbolic_expr(value: Any) -> Any:
     return value.node.expr
 
 
+def settled(value: Any) -> Any:
+    """Return a value, a SymInt with the expression that it has by all equalities met since.
+
+    Inductor takes the one that it was made with, of whose symbols it may know nothing any more.
+    """
+    if not isinstance(value, torch.SymInt):
+        return value
+    node = value.node
+    return node.shape_env.create_symintnode(node.expr, hint=node.hint)
+
+
 def python_source(expression: Any) -> str:
     """Return Python source of a sympy expression or relation; of modules, it names `math` alone.
 

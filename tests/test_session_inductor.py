@@ -103,6 +103,31 @@ def test_what_a_region_writes_in_place_is_what_a_later_splitting_op_writes_on() 
 
 
 @pytest.mark.slow
+def test_a_region_that_writes_in_place_and_returns_views_alone_is_replayed() -> None:
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.ops.toy.fresh(x)
+        h.mul_(2)
+        return h, h[:, :1]
+
+    with build(forward, compiler="inductor", sizes=[8]) as runner:
+        for at in range(2):
+            x = rows(5, seed=at)
+            torch.testing.assert_close(runner(x), forward(x))
+
+
+@pytest.mark.slow
+def test_a_region_may_take_the_row_count_of_an_input_that_it_does_not_read() -> None:
+    def forward(x: torch.Tensor, y: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        h = torch.ops.toy.fresh(y)
+        h[torch.arange(x.shape[0]), at] = 1
+        return h
+
+    given = (rows(5), rows(5, seed=1), torch.arange(5) % 3)
+    with build(forward, given, {"x": 0, "y": 0, "at": 0}, compiler="inductor", sizes=[8]) as runner:
+        torch.testing.assert_close(runner(*given), forward(*given))
+
+
+@pytest.mark.slow
 def test_inductor_refuses_a_view_of_what_its_region_writes_and_a_splitting_op_then() -> None:
     from pcgsvc.errors import SplitError
 

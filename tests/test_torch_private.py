@@ -226,6 +226,20 @@ def test_symbolic_expr_and_python_source_give_an_expression_that_python_reads() 
     assert eval(source, {str(symbol): 7, "math": math}) == 5.0
 
 
+def test_a_settled_size_is_made_with_the_symbol_that_it_is_known_to_equal() -> None:
+    x, y = torch.zeros(11, 3), torch.zeros(11, 3)
+    private.mark_dynamic(x, 0)
+    private.mark_dynamic(y, 0)
+    graph, _ = traced(lambda x, y: x + y, x, y)
+    sizes = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"]
+    sizes = [size for size in sizes if isinstance(size, torch.SymInt)]
+    known = {str(private.symbolic_expr(size)) for size in sizes}
+    made = {str(private.settled(size).node._expr) for size in sizes}
+    assert made == known
+    assert len(known) == 1
+    assert private.settled(3) == 3
+
+
 def test_size_symbol_conditions_and_the_number_that_is_known_follow_torch_s_guards() -> None:
     x = torch.zeros(11, 3)
     private.mark_dynamic(x, 0)

@@ -333,9 +333,10 @@ class RecordedEngine:
             results = piece(*args)
         finally:
             self._enter(recorder)
+        known = len(recorder.steps)
         recorder.record(piece, tuple(args), {}, results, mutates=False)
-        if not any(isinstance(r, torch.Tensor) for r in results):
-            recorder.steps.append(lambda: piece(*args))  # it only writes to its inputs
+        if len(recorder.steps) == known:  # it writes to its inputs at most, and returns views
+            recorder.steps.append(lambda: piece(*args))
         return results
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -131,7 +131,7 @@ def compile_piece(
     if not piece.outputs:
         _add_output(module)
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = [node.meta["example_value"] for node in given]
+    inputs = [torch_private.settled(node.meta["example_value"]) for node in given]
     for node, value in zip(given, inputs, strict=True):
         if isinstance(value, torch.Tensor) and value.is_neg():
             raise CompileError(
