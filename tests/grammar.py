@@ -514,7 +514,7 @@ REASONS = {
         "size to an op",
         "branch on the size",
     },
-    "fresh host data": {"host data"},
+    "fresh host data": set(HOST_DATA),
     "Cannot copy between CPU and CUDA": set(HOST_DATA),
     "a break returned a tensor": set(RETURNING),
     "Python outside breaks runs once": {"aliasing split"},
