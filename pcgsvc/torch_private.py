@@ -967,7 +967,9 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
         "device": tensor.device,
         "nbytes": storage.nbytes(),
     }
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, view)
+    alias = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, view)
+    alias = alias.conj() if tensor.is_conj() else alias
+    return torch._neg_view(alias) if tensor.is_neg() else alias
 
 
 _ABANDONED: list[torch.cuda.CUDAGraph] = []

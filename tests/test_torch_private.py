@@ -612,6 +612,15 @@ def test_alias_without_owning_sees_the_memory_and_lets_it_go() -> None:
 
 
 @pytest.mark.gpu
+def test_alias_without_owning_reads_as_the_tensor_reads() -> None:
+    x = torch.complex(*torch.arange(12.0, device="cuda").view(2, 6))
+    for tensor in (x.conj(), x.conj().imag, x.conj()[1:].t()):
+        alias = private.alias_without_owning(tensor)
+        assert torch.equal(alias, tensor)
+        assert alias.data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.gpu
 def test_pool_ranges_hold_what_a_capture_allocates() -> None:
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     x = torch.ones(4, device="cuda")

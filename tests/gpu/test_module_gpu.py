@@ -12,11 +12,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from backend_helpers import HostPlanned
-from core_helpers import make_config
+from core_helpers import attended, make_config, plain, rows
 from test_support_levels import HALVES, LEVELS, resolved, runner_of, steps
 
 import pcgsvc
-from pcgsvc.config import Mode
+from pcgsvc.config import Mode, Strategy
 from pcgsvc.errors import ConfigError, StaleAddressError, VerifyError
 
 pytestmark = pytest.mark.gpu
@@ -129,6 +129,26 @@ def test_state_is_right_in_padded_replays(mode: str) -> None:
             runner(x)
             total += module.up(x).relu().sum(0)
             torch.testing.assert_close(module.total, total, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["fx", "breakable"])
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
+def test_results_that_conjugate_or_negate_on_reading(mode: str, strategy: str) -> None:
+    class Lazy(nn.Module):
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            spin = torch.complex(x, attended(x))
+            return [spin.conj(), spin.conj().imag, spin.conj().t()]
+
+    config = make_config(mode, [4])
+    config.device = CUDA
+    config.partition.strategy = Strategy(strategy)
+    module = Lazy().eval()
+    x = rows(4).to(CUDA)
+    with pcgsvc.build_runner(module, x, dynamic_dims={"x": 0}, config=config) as runner:
+        for seed in range(2):
+            x = rows(3, seed=seed).to(CUDA)
+            got, wanted = runner(x), plain(module, x)
+            assert all(map(torch.equal, got, wanted))
 
 
 def test_padding_in_state_and_tensors_elsewhere_are_refused() -> None:
