@@ -16,6 +16,7 @@ import torch
 from core_helpers import WIDTH, Toy, attended, build, rows, toy, trace_of
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -601,20 +602,27 @@ def test_a_size_that_depends_on_data_names_its_line() -> None:
     assert line_of(forward, "# the size") in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["cond", "checkpoint"])
+@pytest.mark.parametrize("kind", ["cond", "checkpoint", "flex_attention"])
 def test_a_higher_order_operator_names_its_line_and_the_ways_out(kind: str) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         if kind == "checkpoint":
             return checkpoint(torch.sin, x, use_reentrant=False)  # the checkpoint
+        if kind == "flex_attention":
+            q = x[None, None]
+            return flex_attention(q, q, q)[0, 0]  # the flex_attention
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # the cond
 
     with pytest.raises(TraceError, match=r"(?s)splitting_op.*breakable") as caught:
         trace_of(forward)
     message = str(caught.value)
-    called = {"cond": "torch.cond", "checkpoint": "torch.utils.checkpoint"}[kind]
+    called, way_out = {
+        "cond": ("torch.cond", "torch.where"),
+        "checkpoint": ("torch.utils.checkpoint", "call the function itself"),
+        "flex_attention": ("torch.nn.attention.flex_attention", "F.scaled_dot_product_attention"),
+    }[kind]
     assert message.startswith(f"{called} at /")
     assert f"{line_of(forward, f'# the {kind}')} in forward: " in message
-    assert {"cond": "torch.where", "checkpoint": "call the function itself"}[kind] in message
+    assert way_out in message
 
 
 def test_the_line_of_a_model_in_a_folder_named_torch_is_named(tmp_path: Path) -> None:

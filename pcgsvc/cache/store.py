@@ -55,7 +55,7 @@ _NOWHERE = Path(os.devnull)
 """The data folder where the cache is off: nothing can be below it."""
 
 
-class Store:
+class Store(contextlib.AbstractContextManager["Store"]):
     """Programs and pieces in one data folder; `Store.open` finds and checks it.
 
     Safe from any thread and from any number of processes. What was got or put is in use by this
@@ -90,9 +90,8 @@ class Store:
             writable=wanted and folder is not None and folder.writable,
         )
         self._index = Index(self._entries)
-        self.sharing = None
-        if remote is not None:
-            self.sharing = Sharing(remote, self._entries, partial(self.put, publish=False))
+        put = partial(self.put, publish=False)
+        self.sharing = None if remote is None else Sharing(remote, self._entries, put)
         self._renewed: set[tuple[Kind, str]] = set()
         self._owners: set[tuple[int, str]] = set()
         self._logged: set[str] = set()
@@ -446,9 +445,6 @@ class Store:
         if self.sharing is not None:
             self.sharing.close()
         self._entries.close()
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

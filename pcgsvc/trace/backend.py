@@ -128,8 +128,9 @@ def refuse_unsupported(graph: torch.fx.Graph) -> None:
         TraceError: there is one in the graph.
     """
     nodes = list(graph.nodes)
-    for at, node in enumerate(nodes):
+    for node in nodes:  # first: some make their arguments under a transform
         _refuse_higher_order(node)
+    for at, node in enumerate(nodes):
         name = torch_private.transform_name(node.target)
         if name is not None:
             lined = next((n for n in nodes[at:] if n.stack_trace), node)
