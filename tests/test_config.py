@@ -50,7 +50,13 @@ def read(config: Any, path: str) -> Any:
 def leaves(tree: dict[str, Any], prefix: str = "") -> set[str]:
     found: set[str] = set()
     for name, value in tree.items():
-        if isinstance(value, dict) and name not in ("options", "kwargs", "inputs", "user"):
+        if isinstance(value, dict) and name not in (
+            "options",
+            "kwargs",
+            "inputs",
+            "null_rows",
+            "user",
+        ):
             found |= leaves(value, f"{prefix}{name}.")
         else:
             found.add(prefix + name)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cli_helpers import Cli
-from core_helpers import WIDTH, build, make_config, rows
+from core_helpers import WIDTH, build, make_config, plain, rows
 
 import pcgsvc
 from pcgsvc.check import timing
 from pcgsvc.config import Mode, Strategy
-from pcgsvc.errors import UncoveredError, VerifyError
+from pcgsvc.errors import ConfigError, UncoveredError, VerifyError
 from pcgsvc.forward.results import flatten
 
 SOURCE = """
@@ -191,6 +192,68 @@ def test_padding_rows_that_a_large_count_gets_are_found(start: float, dtype: tor
     with build(clock, rows(6), sizes=[4, 8]) as runner:
         runner(rows(3))
     assert clock.ticks == start + 3
+
+
+class Slots(torch.nn.Module):
+    """Writes to rows of its cache by number; 0 is that of padding, or the last row."""
+
+    def __init__(self, masked: bool = False, reads: bool = False, dtype: Any = None) -> None:
+        super().__init__()
+        self.masked, self.reads = masked, reads
+        self.register_buffer("cache", torch.zeros(17, WIDTH, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        if self.masked:
+            slots = torch.where(pcgsvc.true_rows(x), slots, 16)
+        self.cache.index_copy_(0, slots, (x * 4).to(self.cache.dtype))
+        kept = self.cache[slots] * 2
+        return kept + self.cache[0].sum() * 1e-6 if self.reads else kept
+
+
+def slots_apart(count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    slots = 1 + torch.randperm(15, generator=generator)[:count]
+    return {"x": torch.randn(count, WIDTH, generator=generator), "slots": slots}
+
+
+def slotted(module: torch.nn.Module, **null_rows: Any) -> pcgsvc.Runner:
+    return pcgsvc.build_runner(
+        module.eval(),
+        slots_apart(3, torch.Generator().manual_seed(0)),
+        dynamic_dims={"x": 0, "slots": 0},
+        make_inputs=slots_apart,
+        config=make_config("full", [4, 8], null_rows=null_rows),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(("masked", "null"), [(False, 0), (True, -1)])
+def test_padding_may_be_written_to_rows_of_state_that_nobody_reads(
+    masked: bool, null: int, dtype: torch.dtype
+) -> None:
+    with pytest.raises(VerifyError, match=r"\['cache'\].*capture\.null_rows"):
+        slotted(Slots(masked, dtype=dtype))
+    module, alone = Slots(masked, dtype=dtype).eval(), Slots(masked, dtype=dtype).eval()
+    with slotted(module, cache=[null]) as runner:
+        for at, count in enumerate((3, 8, 1, 5)):
+            given = slots_apart(count, torch.Generator().manual_seed(at))
+            torch.testing.assert_close(runner(**given), plain(lambda g: alone(**g), given))
+            assert torch.equal(module.cache[1:16], alone.cache[1:16])
+        assert runner.stats()["fallbacks"] == []
+
+
+def test_a_null_row_that_is_read_or_does_not_exist_is_named() -> None:
+    with pytest.raises(VerifyError, match=r"reads rows of capture\.null_rows"):
+        slotted(Slots(reads=True), cache=[0])
+    with pytest.raises(VerifyError, match="padding rows reach the model's state"):
+        slotted(Slots(), cache=[3])
+    for wanted, words in (
+        ({"cache": [17]}, "got [17] for 'cache', which has 17 rows; name some of -17 to 16"),
+        ({"cache": "0"}, "got '0' for 'cache', which has 17 rows"),
+        ({"cache": []}, "got [] for 'cache'"),
+        ({"kv": [0]}, "the forward writes to no 'kv'; to ['cache']"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"capture.null_rows: {words}")):
+            slotted(Slots(), **wanted)
 
 
 def test_complex_rows_that_mix_are_found() -> None:

@@ -151,7 +151,8 @@ def of_entry(
             f"{where} with {row['num_tokens']} true rows: padding rows reach the model's state "
             f"{row['spoilt_state']} (padded with {row['padding']}). Mask what goes into it, "
             "torch.where(pcgsvc.true_rows(x)[:, None], h, 0) (not by a product: NaN times 0 is "
-            "NaN), or write it in a splitting op, which knows the true row count."
+            "NaN), or write it in a splitting op, which knows the true row count. Rows that nobody "
+            "reads, such as a null block of a KV cache, go into capture.null_rows."
         )
     if row["max_rel_err"] <= row["tolerance"] and row["max_rel_err_true"] > row["tolerance_true"]:
         return _mixes(row, plan, memory)
@@ -234,6 +235,8 @@ def _mixes(row: Mapping[str, Any], plan: CapturePlan, memory: Workspace) -> str:
             f" Or it indexes rows by {below}, in which -1 is the last row of padding: with "
             "k % pcgsvc.true_rows(x).sum() it is the last true one."
         )
+    if null_rows := plan.config.capture.null_rows:
+        text += f" Or it reads rows of capture.null_rows ({null_rows}), which nothing may read."
     attention = memory.attention
     if row["mode"] == Mode.FULL.value and attention is not None:
         text += (

@@ -25,6 +25,7 @@ from pcgsvc.check.causes import (
     program_differs,
 )
 from pcgsvc.check.dependence import computes_with_row_count, input_dependence
+from pcgsvc.check.null_rows import NullRows
 from pcgsvc.check.tolerance import (
     differ,
     error_of,
@@ -105,7 +106,8 @@ def verify(
         if _differs_at_one_row(trial):
             model = model.requiring("s > 1", "differs from the module at one row")
         table = table.without(_invalid(table, model.predicate))
-        check = _Check(model, memory, samples, plan.config, table)
+        null_rows = NullRows(plan.config.capture.null_rows, trial.state)
+        check = _Check(model, memory, samples, plan.config, table, null_rows)
         model = replace(model, depends_on=check.input_dependence())
         seed = random.Random(plan.config.seed).getrandbits(32)
         order = list(table.entries)
@@ -147,7 +149,8 @@ def verify_padding(
     """
     config, found = request.config, []
     samples, rng = make_samples(request, memory, seed=config.seed + 3), random.Random(config.seed)
-    check = _Check(model, memory, samples, config, table)
+    null_rows = NullRows(config.capture.null_rows, memory.bound(model.mutated))
+    check = _Check(model, memory, samples, config, table, null_rows)
     same = kind is Padding.ZEROS
     for key in table.entries:
         served = check.served(key[1])
@@ -231,6 +234,7 @@ class _Check(Trial):
     """Compares captured entries with the module."""
 
     table: GraphTable
+    null_rows: NullRows
 
     def entry(self, key: EntryKey, rng: random.Random, more: int) -> dict[str, Any]:
         """Check one entry with each kind of padding; return what was worst.
@@ -264,7 +268,8 @@ class _Check(Trial):
         """
         size, outputs = key[1].num_tokens, self.model.outputs
         batch = self.samples.batch(true, uniform=key[1].uniform)
-        alone, whole = self.samples.inputs(true), self.samples.inputs(size)
+        alone = self.samples.inputs(true)
+        whole = self.null_rows.padding_of(self.samples.inputs(size))
         tries = [self._padded_replay(key, alone, whole, kind, batch) for kind in kinds]
         kinds, given, replays = zip(*tries, strict=True)
         first = replays[0]
@@ -272,10 +277,9 @@ class _Check(Trial):
         if compare_padded:
             with preserved(self.state), following(choices, near):
                 same = self.module(given[0], batch, size, key)
-                state_error = error_of(list(first.state.values()), list(self.state.values()))
+                state_error = error_of([*first.state.values()], [*self._copied_state().values()])
             cut = outputs.cut(first.results, true), outputs.cut(same, true)
             error = max(error_of(*cut), state_error)
-
         states: list[dict[str, torch.Tensor]] = []
 
         def run_alone() -> list[torch.Tensor]:
@@ -288,7 +292,7 @@ class _Check(Trial):
         errors = [error_of(outputs.cut(replay.results, true), pure) for replay in replays]
         worst = max(errors) if self.is_exact else max(error, *errors)
         tolerance = tolerance_of(pure, worst, run_alone, always=self.model.ranks.many)
-        before = self.state  # put back after each run
+        before = self._copied_state()  # put back after each run
         spoilt = [spoilt_state(replay.state, states[0], before, tolerance) for replay in replays]
         return _Trial(true, error, tolerance, list(zip(kinds, errors, spoilt, strict=True)))
 
@@ -372,6 +376,7 @@ class _Check(Trial):
         """Replay an entry on inputs whose padding rows are given; the state is put back."""
         with preserved(self.state), recorded_choices() as choices:
             with self.memory.on_stream():
+                self.null_rows.spoil(self.state)
                 results = self._replayed(key, inputs, batch)
             return _Replay(results, self._copied_state(), choices)
 
@@ -402,7 +407,7 @@ class _Check(Trial):
         return results or [tensor.clone() for tensor in entry.outputs]
 
     def _copied_state(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.state.items()}
+        return self.null_rows.without(self.state)
 
     def module(
         self,

@@ -56,7 +56,8 @@ class Command:
 def schema_node() -> DictConfig:
     """Return all settings with their defaults; a name that is not in it is refused."""
     node = OmegaConf.create(to_dict(Config()))
-    for free in (node.compiler.options, node.model.kwargs, node.model.inputs, node.user):
+    model, options = node.model, node.compiler.options
+    for free in (options, model.kwargs, model.inputs, node.capture.null_rows, node.user):
         OmegaConf.set_struct(free, False)  # any name is allowed there
     return node
 

@@ -228,6 +228,9 @@ class CaptureConfig:
     self_check: bool = True
     """Compare program and captured entries, however calls pad them, with plain execution while
     building. A stored program that differs is dropped and built cold."""
+    null_rows: dict[str, Any] = field(default_factory=dict)
+    """Rows of the model's state that nobody reads, such as a null block that padding is written to:
+    `{cache: [0]}`. The self-check leaves them out, and fails where a result depends on them."""
 
     @property
     def final_sizes(self) -> list[int]:
