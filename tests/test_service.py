@@ -160,7 +160,12 @@ def test_what_is_no_json_or_ends_early_is_refused(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_and_blocks(server: Server, stream: bool) -> None:
-    before = server.metrics()["service_cancelled_total"]
+    def counts() -> list[float]:
+        names = ["service_cancelled_total"]
+        names += [f'service_requests_total{{endpoint="generate",status="{s}"}}' for s in (200, 499)]
+        return [server.metrics().get(name, 0.0) for name in names]
+
+    before = counts()
     body = json.dumps({"prompt": [1], "max_new_tokens": 1000, "stream": stream}).encode()
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n".encode()
     port = int(server.url.rsplit(":", 1)[1])
@@ -168,7 +173,8 @@ def test_a_client_that_leaves_frees_its_slot_and_blocks(server: Server, stream: 
         client.sendall(head + b"Content-Type: application/json\r\n\r\n" + body)
         wait_for(lambda: not is_idle(server), pause_s=0)  # a thousand steps are to come
     wait_for(lambda: is_idle(server))
-    assert server.metrics()["service_cancelled_total"] == before + 1
+    grew = [1, 1, 0] if stream else [1, 0, 1]
+    wait_for(lambda: [b - a for a, b in zip(before, counts(), strict=True)] == grew)
 
 
 def test_a_full_queue_refuses_and_those_that_wait_are_answered(server: Server) -> None:

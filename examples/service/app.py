@@ -226,6 +226,8 @@ class Service:
             await _unless_gone(self._whole(job), request)
         finally:
             self._give_up(front, job)
+        if job.continuation.finished is None:
+            return _refusal(*_GONE)
         return JSONResponse({"tokens": job.continuation.new, **_summary(job)})
 
     async def _tokens(self, job: Job) -> AsyncIterator[list[pcgsvc.NewToken]]:
@@ -266,6 +268,7 @@ class Service:
         vectors = await _unless_gone(self.embed.embed(body.texts, body.truncate), request)
         if vectors is None:
             self.cancelled.inc()
+            return _refusal(*_GONE)
         return JSONResponse({"vectors": vectors})
 
     def readiness(self) -> Response:
@@ -387,6 +390,8 @@ class _Edge:
             raise
 
 
+_GONE = "the client left before its answer", 499
+"""Sent to nobody; the count of requests has it, by the status that nginx has for it."""
 ENDPOINTS = ("generate", "embed", "readyz", "healthz", "metrics")
 REASONS: tuple[tuple[type[Exception], int], ...] = (
     (BusyError, 429),
