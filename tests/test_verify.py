@@ -157,6 +157,17 @@ def test_a_number_of_rows_that_matters_at_one_row_count_only_is_found(count: int
         assert torch.equal(runner(rows(7)), rows(7))
 
 
+def test_an_untraced_forward_is_tried_at_more_row_counts() -> None:
+    class Branch(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + (x.shape[0] in (4, 5))
+
+    config = make_config("full", [8])
+    config.partition.strategy = Strategy.BREAKABLE
+    with pytest.raises(VerifyError, match="computes with their number"):
+        pcgsvc.build_runner(Branch().eval(), rows(6), dynamic_dims={"x": 0}, config=config)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.uint16, torch.uint64])
 @pytest.mark.parametrize("shape", [(6,), (6, 3)])
 def test_inputs_of_dtypes_that_torch_cannot_compare(

@@ -14,7 +14,7 @@ import torch
 
 from pcgsvc.forward.specs import holds_nan
 from pcgsvc.program.image import ProgramImage
-from pcgsvc.program.model import IDENTITY, LAYOUT
+from pcgsvc.program.model import IDENTITY, LAYOUT, CompiledModel
 from pcgsvc.trace.rows import Row, refs
 
 Inputs = Mapping[str, torch.Tensor]
@@ -104,12 +104,25 @@ _SHAPES = {*_NAMES.split(), "new_empty", "new_zeros", "new_ones", "zeros", "ones
 """Ops whose numbers are shapes, by the last part of their name."""
 
 
+_MORE, _MORE_UNTRACED = 8, 4
+
+
+def more_row_counts(model: CompiledModel) -> int:
+    """Return at how many row counts more an entry is tried, besides two.
+
+    All that an entry of up to nine rows serves, where the program computes with its row count; some
+    where nothing is known, since the forward was not traced.
+    """
+    if model.untraced is not None:
+        return _MORE_UNTRACED
+    return _MORE if computes_with_row_count(model.image) else 0
+
+
 def computes_with_row_count(image: ProgramImage) -> bool:
     """Whether an op takes the row count, or what was computed of it, for more than a shape.
 
     A padded call gives it another number than the module would. That is right where it is a bound
-    (the longest length), and may otherwise be wrong for some row counts only. Nothing is known of
-    an untraced forward.
+    (the longest length), and may otherwise be wrong for some row counts only.
     """
     sizes = {at for at, binding in enumerate(image.spec.bindings) if binding.kind == "size"}
     for step in image.spec.steps:

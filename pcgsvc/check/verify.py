@@ -24,7 +24,7 @@ from pcgsvc.check.causes import (
     of_entry,
     program_differs,
 )
-from pcgsvc.check.dependence import computes_with_row_count, input_dependence
+from pcgsvc.check.dependence import input_dependence, more_row_counts
 from pcgsvc.check.null_rows import NullRows
 from pcgsvc.check.tolerance import (
     differ,
@@ -49,9 +49,6 @@ from pcgsvc.ops.context import ForwardContext, use_context
 from pcgsvc.ops.expert_choice import Choices, following, recorded_choices
 from pcgsvc.ops.modes import fewest_rows
 from pcgsvc.program.model import CompiledModel
-
-_MORE_COUNTS = 8
-"""Row counts at which an entry is tried besides, if the program computes with its row count."""
 
 
 class Verified(NamedTuple):
@@ -113,7 +110,7 @@ def verify(
         order = list(table.entries)
         random.Random(seed).shuffle(order)
         found = {}
-        more = _MORE_COUNTS if computes_with_row_count(model.image) else 0
+        more = more_row_counts(model)
         for key in order:
             found[key] = check.entry(key, random.Random(seed), more)
             phases.progress.advance()
@@ -242,7 +239,7 @@ class _Check(Trial):
         Two row counts are needed: a forward that counts its rows is found with the fewest, one that
         takes some row for another with a random one. So are all kinds of padding: zeros are what
         calls pad with, comparisons hide NaN, and nan-aware functions hide all but large values.
-        One that computes with its row count may be wrong for few: it is tried at `more` of them.
+        One that computes with its row count may be wrong for few, and is tried at `more` of them.
         """
         served = self.served(key[1])
         fewest, other = served[0], rng.choice(served)
