@@ -300,7 +300,7 @@ OFTEN = {"in-place": 3.0, "view": 2.0, "split": 1.5}
 RETURNING = ("functional split", "aliasing split", "size to an op")
 """Refused by `breakable`, whose breaks return nothing."""
 
-RESULTS = ["{a}.t()", "{a}[:, :1]", "{a}", "x", "self.state + 1", "{a}.sum(1)"]
+RESULTS = ["{a}.t()", "{a}[:, :1]", "{a}", "x", "self.state + 1", "({a} * {a}).sum(1)"]
 STRUCTURES = ["({0},)", "[{0}]", "{{'all': ({0},)}}"]
 
 TORCH_SPLITS = {
@@ -504,7 +504,7 @@ class Outcome:
         return next((words for words in REASONS if words in self.why), self.why)
 
 
-_SPLITS = {"split", "functional split", "aliasing split", "submodule"}
+_SPLITS = {"split", "functional split", "aliasing split", "size to an op", "submodule"}
 
 REASONS = {
     "writes to its input": {"input written"},
@@ -601,7 +601,7 @@ def try_model(
         device: of model and calls.
     """
     with _module(drawn, folder) as module, _under(drawn.strategy), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Torchinductor does not support code generation for")
+        warnings.filterwarnings("ignore", r"\s*(Torchinductor does not|Online softmax is)")
         module.TABLE = module.TABLE.to(device)
         model = module.Model(device).eval().requires_grad_(False)
         alone = copy.deepcopy(model)

@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,9 @@ def test_a_splitting_op_that_drops_its_last_row_under_one_strategy_is_found_and_
 ) -> None:
     """In all that a build does under it, so that the build's own check cannot see it."""
     monkeypatch.setattr(Planted, "drops_last_row_under", "fx")
-    drawn = model_of(random.Random(8), 3, ["fx"])
-    assert "v1 = torch.ops.gr.fresh(v0)" in drawn.body
+    body = ("v0 = x + y", "v1 = torch.ops.gr.fresh(v0)")
+    own: dict[str, Any] = {"splitting_ops": None, "extra_splitting_ops": [], "mode": "piecewise"}
+    drawn = replace(model_of(random.Random(8), 3, ["fx"]), body=body, result="(v1,)", **own)
     outcome = try_model(drawn, tmp_path)
     assert outcome.kind == "wrong"
     assert "piece_01: gr::fresh, call 0 of a splitting op, is wrong" in outcome.why, outcome.why
