@@ -65,8 +65,12 @@ class NullRows:
         return {n: t if n in floats else torch.zeros_like(t) for n, t in inputs.items()}
 
     def without(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies of the state in which these rows are zero."""
-        copies = {name: tensor.clone() for name, tensor in state.items()}
-        for name, rows in self._rows.items():
-            copies[name][rows] = 0
-        return copies
+        """Return the state with these rows zero: a copy of each tensor that has some."""
+        return {name: self._without(name, tensor) for name, tensor in state.items()}
+
+    def _without(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in self._rows:
+            return tensor
+        copy = tensor.clone()
+        copy[self._rows[name]] = 0
+        return copy

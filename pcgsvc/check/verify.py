@@ -274,7 +274,8 @@ class _Check(Trial):
         if compare_padded:
             with preserved(self.state), following(choices, near):
                 same = self.module(given[0], batch, size, key)
-                state_error = error_of([*first.state.values()], [*self._copied_state().values()])
+                after = self.null_rows.without(self.state)
+                state_error = error_of(list(first.state.values()), list(after.values()))
             cut = outputs.cut(first.results, true), outputs.cut(same, true)
             error = max(error_of(*cut), state_error)
         states: list[dict[str, torch.Tensor]] = []
@@ -289,7 +290,7 @@ class _Check(Trial):
         errors = [error_of(outputs.cut(replay.results, true), pure) for replay in replays]
         worst = max(errors) if self.is_exact else max(error, *errors)
         tolerance = tolerance_of(pure, worst, run_alone, always=self.model.ranks.many)
-        before = self._copied_state()  # put back after each run
+        before = self.null_rows.without(self.state)  # put back after each run
         spoilt = [spoilt_state(replay.state, states[0], before, tolerance) for replay in replays]
         return _Trial(true, error, tolerance, list(zip(kinds, errors, spoilt, strict=True)))
 
@@ -404,7 +405,8 @@ class _Check(Trial):
         return results or [tensor.clone() for tensor in entry.outputs]
 
     def _copied_state(self) -> dict[str, torch.Tensor]:
-        return self.null_rows.without(self.state)
+        kept = self.null_rows.without(self.state)
+        return {name: tensor.clone() for name, tensor in kept.items()}
 
     def module(
         self,
